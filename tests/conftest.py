@@ -1,0 +1,40 @@
+"""One strict JAX for every test: checked shapes, no silent promotion, nothing cached on disk.
+
+Shapes and dtypes of all ``typed`` functions are checked while they are traced. Mixing dtypes or
+ranks by accident is an error. Eight virtual CPU devices stand in for eight real ones.
+"""
+
+import os
+
+os.environ["TREEJAX_TYPECHECK"] = "beartype"  # read when treejax.shapes is imported
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import hypothesis
+import jax
+import pytest
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_enable_compilation_cache", False)
+
+hypothesis.settings.register_profile(
+    "treejax", deadline=None, derandomize=True, database=None, print_blob=True, max_examples=25
+)
+hypothesis.settings.load_profile("treejax")
+
+
+def pytest_configure(config):
+    config.addinivalue_line(
+        "markers", "standard_promotion: optax mixes dtypes and ranks inside; allow it in this test"
+    )
+
+
+@pytest.fixture(autouse=True)
+def _standard_promotion(request):
+    """Lift the promotion rules for tests that ask for it."""
+    if request.node.get_closest_marker("standard_promotion") is None:
+        yield
+        return
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
