@@ -1,0 +1,236 @@
+"""The layers of the hybrid: norms, rotary, attention, Gated DeltaNet, MLP and experts.
+
+Each function computes rows alone; how rows see one another (a causal prompt, a tree, a training
+window) comes in as a function: ``convolve``, ``delta`` and ``attend``. Float32 models multiply at
+full precision on every device; gates, decays and the recurrence are float32 whatever the model is.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from treejax.config import ModelConfig
+from treejax.delta_rule import Operands
+from treejax.shapes import Array, Bool, Float, Int, Shaped, typed
+
+Params = dict[str, Any]
+
+
+def precision_of(dtype: Any) -> lax.Precision:
+    """IEEE products for float32 (a GPU would use tf32), the native ones for bfloat16."""
+    return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
+
+
+def linear(x: Array, w: Array) -> Array:
+    """x [..., in] times w [in, out]."""
+    return jnp.matmul(x, w, precision=precision_of(x.dtype))
+
+
+@typed
+def rms_norm(x: Shaped[Array, "*b H"], w: Shaped[Array, "H"], eps: float) -> Shaped[Array, "*b H"]:
+    """Zero-centred RMSNorm: the stored weight is an offset from one; float32, rounded once."""
+    y = x.astype(jnp.float32)
+    scale = lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    return (y * scale * (1.0 + w.astype(jnp.float32))).astype(x.dtype)
+
+
+@typed
+def gated_norm(
+    o: Float[Array, "*b dv"], w: Float[Array, "dv"], z: Shaped[Array, "*b dv"], eps: float
+) -> Shaped[Array, "*b dv"]:
+    """RMSNorm of the recurrent output with a plain weight, then the gate silu(z)."""
+    scale = lax.rsqrt(jnp.mean(o * o, axis=-1, keepdims=True) + eps)
+    return (o * scale * w * jax.nn.silu(z.astype(jnp.float32))).astype(z.dtype)
+
+
+@typed
+def rotary(
+    x: Shaped[Array, "*b T heads D"], positions: Int[Array, "*b T"], config: ModelConfig
+) -> Shaped[Array, "*b T heads D"]:
+    """Rotate the first ``rotary_dim`` channels, pairing each half; angles in float32."""
+    half = config.rotary_dim // 2
+    exponent = -2.0 / config.rotary_dim * jnp.arange(half, dtype=jnp.float32)
+    angle = positions[..., None, None].astype(jnp.float32) * (config.rope_theta**exponent)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    y = x.astype(jnp.float32)
+    first, second, rest = y[..., :half], y[..., half : 2 * half], x[..., 2 * half :]
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return jnp.concatenate([turned.astype(x.dtype), rest], axis=-1)
+
+
+@typed
+def attend(
+    q: Shaped[Array, "T Hq D"],
+    k: Shaped[Array, "T Hkv D"],
+    v: Shaped[Array, "T Hkv D"],
+    mask: Bool[Array, "T T"],
+    keys: Shaped[Array, "S Hkv D"],
+    values: Shaped[Array, "S Hkv D"],
+    length: Int[Array, ""],
+) -> Shaped[Array, "T Hq D"]:
+    """Attention of one sequence over ``length`` cached rows and, by ``mask``, over its own block.
+
+    The two parts share one softmax but are never concatenated: the cache is read in place.
+    """
+    rows, heads, width = q.shape
+    grouped = q.reshape(rows, k.shape[1], heads // k.shape[1], width)
+    precision = precision_of(q.dtype)
+
+    def scores(against: Array, allowed: Array) -> Array:
+        s = jnp.einsum(
+            "tgrd,sgd->grts",
+            grouped,
+            against,
+            precision=precision,
+            preferred_element_type=jnp.float32,
+        )
+        return jnp.where(allowed, s * width**-0.5, -jnp.inf)
+
+    past = scores(keys, jnp.arange(keys.shape[0]) < length)
+    block = scores(k, mask)
+    top = jnp.maximum(past.max(axis=-1, initial=-jnp.inf), block.max(axis=-1))[..., None]
+    past, block = jnp.exp(past - top), jnp.exp(block - top)
+    total = past.sum(axis=-1) + block.sum(axis=-1)
+
+    def weigh(p: Array, against: Array) -> Array:
+        return jnp.einsum(
+            "grts,sgd->tgrd",
+            p.astype(q.dtype),
+            against,
+            precision=precision,
+            preferred_element_type=jnp.float32,
+        )
+
+    out = weigh(past, values) + weigh(block, v)
+    out = out / jnp.moveaxis(total, -1, 0)[..., None]
+    return out.reshape(rows, heads, width).astype(q.dtype)
+
+
+def attention(
+    config: ModelConfig, p: Params, x: Array, positions: Array, attend: Callable[..., Any]
+) -> tuple[Array, tuple[Array, Array]]:
+    """Gated attention over x [..., T, H]: the output and this block's (keys, values).
+
+    ``attend(q, k, v)`` sees normalised, rotated queries and keys with a head axis.
+    """
+    eps, width = config.rms_norm_eps, config.head_dim
+    both = linear(x, p["q"]).reshape(*x.shape[:-1], config.num_attention_heads, 2 * width)
+    q, gate = both[..., :width], both[..., width:]
+    shape = (*x.shape[:-1], config.num_key_value_heads, width)
+    q = rotary(rms_norm(q, p["norm_q"], eps), positions, config)
+    k = rotary(rms_norm(linear(x, p["k"]).reshape(shape), p["norm_k"], eps), positions, config)
+    v = linear(x, p["v"]).reshape(shape)
+    out = attend(q, k, v) * jax.nn.sigmoid(gate.astype(jnp.float32)).astype(x.dtype)
+    return linear(out.reshape(*x.shape[:-1], -1), p["o"]), (k, v)
+
+
+def delta_net(
+    config: ModelConfig,
+    p: Params,
+    x: Array,
+    convolve: Callable[[Array, Array], Array],
+    delta: Callable[[Operands], tuple[Array, Any]],
+) -> tuple[Array, tuple[Array, Any]]:
+    """Gated DeltaNet over x [..., T, H]: the output and (convolution inputs, what delta recorded).
+
+    ``convolve(inputs, taps)`` gives the float32 convolution before its activation;
+    ``delta(operands)`` gives outputs [..., T, Hv, dv] float32 and a record.
+    """
+    inputs = linear(x, p["qkv"])
+    mixed = jax.nn.silu(convolve(inputs, p["conv"])).astype(x.dtype)
+    out, record = delta(delta_operands(config, p, mixed, linear(x, p["a"]), linear(x, p["b"])))
+    z = linear(x, p["z"]).reshape(out.shape)
+    y = gated_norm(out, p["norm_gated"], z, config.rms_norm_eps)
+    return linear(y.reshape(*x.shape[:-1], -1), p["out"]), (inputs, record)
+
+
+def delta_operands(config: ModelConfig, p: Params, mixed: Array, a: Array, b: Array) -> Operands:
+    """Operands of the rule from the activated convolution [..., T, C] and the gate inputs."""
+    heads, width = config.linear_num_key_heads, config.linear_key_head_dim
+    keys = heads * width
+    mixed = mixed.astype(jnp.float32)
+    q = mixed[..., :keys].reshape(*mixed.shape[:-1], heads, width)
+    k = mixed[..., keys : 2 * keys].reshape(*mixed.shape[:-1], heads, width)
+    v = mixed[..., 2 * keys :].reshape(*mixed.shape[:-1], config.linear_num_value_heads, -1)
+    g = log_decay(a, p["A_log"], p["dt_bias"])
+    return Operands(
+        q=l2_normalise(q) * width**-0.5,
+        k=l2_normalise(k),
+        v=v,
+        g=g,
+        alpha=jnp.exp(g),
+        beta=jax.nn.sigmoid(b.astype(jnp.float32)),
+    )
+
+
+@typed
+def log_decay(
+    a: Shaped[Array, "*b Hv"], A_log: Float[Array, "Hv"], dt_bias: Float[Array, "Hv"]
+) -> Float[Array, "*b Hv"]:
+    """g = -exp(A_log) softplus(a + dt_bias), float32."""
+    return -jnp.exp(A_log) * jax.nn.softplus(a.astype(jnp.float32) + dt_bias)
+
+
+def l2_normalise(x: Array) -> Array:
+    """x / sqrt(sum x^2 + 1e-6): the epsilon is inside the root and not ``rms_norm_eps``."""
+    return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
+
+
+def mlp(p: Params, x: Array) -> Array:
+    """SwiGLU: down(silu(gate(x)) * up(x))."""
+    return linear(jax.nn.silu(linear(x, p["gate"])) * linear(x, p["up"]), p["down"])
+
+
+def experts(config: ModelConfig, p: Params, x: Array) -> Array:
+    """Mixture of experts over x [..., H]: routed experts plus the gated shared one.
+
+    Rows are sorted by expert and multiplied group by group, so each expert's weights are read
+    once and only the chosen experts compute.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    chosen = config.num_experts_per_tok
+    weight = jax.nn.softmax(linear(rows, p["router"]).astype(jnp.float32), axis=-1)
+    weight, expert = lax.top_k(weight, chosen)
+    if config.norm_topk_prob:
+        weight = weight / weight.sum(axis=-1, keepdims=True)
+
+    flat = expert.reshape(-1)
+    order = jnp.argsort(flat, stable=True)
+    sizes = jnp.bincount(flat, length=config.num_experts).astype(jnp.int32)
+
+    def grouped(inputs: Array, weights: Array) -> Array:
+        return lax.ragged_dot(inputs, weights, sizes, precision=precision_of(x.dtype))
+
+    sent = rows[order // chosen]
+    hidden = jax.nn.silu(grouped(sent, p["experts"]["gate"]))
+    hidden = hidden * grouped(sent, p["experts"]["up"])
+    back = grouped(hidden, p["experts"]["down"])[jnp.argsort(order)]
+    back = back.reshape(-1, chosen, x.shape[-1]).astype(jnp.float32)
+    routed = jnp.einsum("rkh,rk->rh", back, weight, precision=lax.Precision.HIGHEST)
+    gate = jax.nn.sigmoid(linear(rows, p["shared_gate"]).astype(jnp.float32))
+    shared = gate * mlp(p["shared"], rows).astype(jnp.float32)
+    return (routed + shared).astype(x.dtype).reshape(x.shape)
+
+
+def feed_forward(config: ModelConfig, p: Params, x: Array) -> Array:
+    return experts(config, p, x) if "router" in p else mlp(p, x)
+
+
+def embed(params: Params, tokens: Array) -> Array:
+    """Rows of the embedding; inactive rows (token -1) read row 0, whose value nobody uses."""
+    return params["embed"][jnp.maximum(tokens, 0)]
+
+
+def logits(params: Params, hidden: Array) -> Array:
+    """Scores over the vocabulary in float32: hidden [..., H] to [..., V]."""
+    head = params.get("lm_head", params["embed"])
+    return jnp.einsum(
+        "...h,vh->...v",
+        hidden,
+        head,
+        precision=precision_of(hidden.dtype),
+        preferred_element_type=jnp.float32,
+    )

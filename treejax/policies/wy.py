@@ -1,0 +1,91 @@
+"""WY: one ancestor-masked triangular solve a layer; the state is rebuilt from pseudo-values.
+
+TreeWY's form of the rule (design section 3): (I + L) U = rhs over all nodes at once, outputs and
+the accepted state from U. Nothing is stored per node but its pseudo-value, its key and its
+cumulative decay. Products and the solve are IEEE float32 on every device.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from treejax.config import ModelConfig
+from treejax.delta_rule import HIGHEST, Operands, value_heads
+from treejax.policies.base import Path
+from treejax.shapes import Array
+from treejax.tree import Topology
+
+
+class Factors(struct.PyTreeNode):
+    """What the solve leaves: pseudo-values u [N, Hv, dv], k [N, Hk, dk], cumulative log decay
+    G [N, Hv]."""
+
+    u: Array
+    k: Array
+    G: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class WY:
+    """The wy policy; it has no settings yet."""
+
+    name: ClassVar[str] = "wy"
+    commit_together: ClassVar[bool] = True
+
+    def init(self, R: Array) -> Array:
+        return R
+
+    def scan(self, carry: Array, operands: Operands, topology: Topology) -> tuple[Array, Factors]:
+        # Rows in topological order make the system lower triangular whatever the packing.
+        order = topology.order
+        ancestors = topology.ancestors[order][:, order]
+        heads = operands.v.shape[1]
+        q = value_heads(operands.q, heads)[order]
+        k = value_heads(operands.k, heads)[order]
+        v, g, beta = operands.v[order], operands.g[order], operands.beta[order]
+
+        G = jnp.sum(jnp.where(ancestors[:, :, None], g[None, :, :], 0.0), axis=1)
+        # The difference is masked before exp: exp of a positive difference overflows.
+        difference = jnp.where(ancestors[:, :, None], G[:, None, :] - G[None, :, :], -jnp.inf)
+        decay = jnp.moveaxis(jnp.exp(difference), 2, 0)  # [Hv, N, N]
+        kk = jnp.einsum("ihk,jhk->hij", k, k, precision=HIGHEST)
+        strict = ~jnp.eye(order.shape[0], dtype=bool)
+        system = jnp.where(strict, beta.T[:, :, None] * kk * decay, 0.0)
+
+        grown = jnp.exp(G)[:, :, None]
+        predicted = jnp.einsum("ihk,hvk->ihv", k, carry, precision=HIGHEST)
+        right = beta[:, :, None] * (v - grown * predicted)
+        u = lax.linalg.triangular_solve(
+            system, jnp.moveaxis(right, 0, 1), left_side=True, lower=True, unit_diagonal=True
+        )
+        inner = jnp.einsum("ihk,jhk->hij", q, k, precision=HIGHEST) * decay
+        out = grown * jnp.einsum("ihk,hvk->ihv", q, carry, precision=HIGHEST)
+        out = out + jnp.einsum("hij,hjv->ihv", inner, u, precision=HIGHEST)
+
+        place = jnp.argsort(order)
+        return out[place], Factors(u=jnp.moveaxis(u, 1, 0)[place], k=operands.k, G=G[place])
+
+    def commit(self, carry: Array, scratch: Factors, path: Path) -> Array:
+        last = jnp.maximum(path.nodes[jnp.maximum(path.length - 1, 0)], 0)
+        on_path = (path.nodes[:, None] == jnp.arange(scratch.G.shape[0])).any(axis=0)
+        G = scratch.G[last]
+        weight = jnp.exp(jnp.where(on_path[:, None], G - scratch.G, -jnp.inf))  # [N, Hv]
+        k = value_heads(scratch.k, carry.shape[0])
+        written = jnp.einsum("jhv,jhk->hvk", scratch.u * weight[:, :, None], k, precision=HIGHEST)
+        return jnp.where(path.length > 0, jnp.exp(G)[:, None, None] * carry + written, carry)
+
+    def read(self, carry: Array) -> Array:
+        return carry
+
+    def buffers(self, config: ModelConfig, capacity: int, batch: int = 1) -> dict[str, int]:
+        layers, heads = len(config.linear_layers), config.linear_num_value_heads
+        rows = batch * layers * capacity
+        keys = config.linear_num_key_heads * config.linear_key_head_dim
+        return {
+            "pseudo_values": 4 * rows * heads * config.linear_value_head_dim,
+            "keys": 4 * rows * keys,
+            "decays": 4 * rows * heads,
+        }

@@ -1,0 +1,94 @@
+"""Verify: one target forward over every node of the trees, the state left as it is.
+
+Each node continues its parent in all three surfaces: the policy's scan for R, the ancestors'
+inputs for C, the ancestors' rows for K; its rotary position is length + depth.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from treejax import layers
+from treejax.config import ModelConfig
+from treejax.delta_rule import Operands
+from treejax.model import Mixing, Model, Output, forward
+from treejax.shapes import Array
+from treejax.state import State
+from treejax.tree import Topology, Tree, conv_rows, describe, visible
+
+
+class Scratch(struct.PyTreeNode):
+    """What verifying leaves for publishing; valid for that state and tree alone.
+
+    Attributes:
+      recurrent: the policy's scratch, a tuple entry a recurrent layer.
+      conv: a tuple of convolution inputs [B, N, C].
+      keys, values: tuples of [B, N, Hkv, D], an entry an attention layer.
+    """
+
+    recurrent: tuple[Any, ...]
+    conv: tuple[Array, ...]
+    keys: tuple[Array, ...]
+    values: tuple[Array, ...]
+
+
+def verify(model: Model, state: State, tree: Tree) -> tuple[Output, Scratch]:
+    """Run the model over every node of ``tree``: out.logits [B, N, V] and out.hidden [B, N, H].
+
+    Raises:
+      ValueError: the tree's batch is not the state's, or its deepest path would not fit.
+    """
+    if tree.batch != state.batch:
+        raise ValueError(f"the tree has batch {tree.batch} and the state {state.batch}")
+    _check_room(state, tree)
+    return _verify(model.config, model.params, state, tree)
+
+
+def _check_room(state: State, tree: Tree) -> None:
+    depth = np.asarray(describe(tree).depth).max(axis=1)
+    needed = int((np.asarray(state.length) + depth + 1).max())
+    if needed > state.max_length:
+        raise ValueError(
+            f"a path of the tree needs {needed} rows and the state holds {state.max_length}; "
+            "trim the tree or give init_state a larger max_length"
+        )
+
+
+def verify_trees(
+    config: ModelConfig, params: layers.Params, state: State, tree: Tree
+) -> tuple[Output, Scratch]:
+    """``verify`` without checks, for use inside jit."""
+    topology = describe(tree)
+    positions = state.length[:, None] + topology.depth
+    x = layers.embed(params, tree.tokens)
+    hidden, records = forward(config, params, x, positions, _tree_mixing(state, topology))
+    scratch = Scratch(*map(tuple, (records.delta, records.conv, records.keys, records.values)))
+    return Output(layers.logits(params, hidden), hidden), scratch
+
+
+_verify = functools.partial(jax.jit, static_argnames="config")(verify_trees)
+
+
+def _tree_mixing(state: State, topology: Topology) -> Mixing:
+    width = state.config.linear_conv_kernel_dim
+    windows = jax.vmap(lambda one: conv_rows(one, width))(topology)
+    mask = jax.vmap(visible)(topology)
+    scan = jax.vmap(state.policy.scan, axis_name="batch")
+
+    def convolve(i: int, inputs: Array, taps: Array) -> Array:
+        full = jnp.concatenate([state.conv[i], inputs], axis=1)
+        window = jax.vmap(lambda rows, at: rows[at])(full, windows)  # [B, N, K, C]
+        return jnp.sum(window.astype(jnp.float32) * taps.astype(jnp.float32), axis=2)
+
+    def delta(i: int, operands: Operands) -> tuple[Array, Any]:
+        return scan(jax.tree.map(lambda leaf: leaf[i], state.recurrent), operands, topology)
+
+    def attend(i: int, q: Array, k: Array, v: Array) -> Array:
+        past = state.keys[i], state.values[i], state.length
+        return jax.vmap(layers.attend)(q, k, v, mask, *past)
+
+    return Mixing(convolve, delta, attend)
