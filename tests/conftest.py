@@ -19,7 +19,12 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_enable_compilation_cache", False)
 
 hypothesis.settings.register_profile(
-    "treejax", deadline=None, derandomize=True, database=None, print_blob=True, max_examples=25
+    "treejax",
+    deadline=None,  # the first example compiles
+    derandomize=True,
+    database=None,
+    max_examples=25,
+    phases=[p for p in hypothesis.Phase if p is not hypothesis.Phase.explain],
 )
 hypothesis.settings.load_profile("treejax")
 

@@ -8,8 +8,9 @@ import numpy as np
 ROOT = Path(__file__).parent / "data" / "golden"
 PRESETS = ("qwen3_next", "qwen3_5", "qwen3_5_wrapped", "qwen3_5_moe")
 
-# transformers differs from itself by up to 4.0e-5 (prompt at once, token by token, in blocks); a wrong
-# formula moves some value by more than 0.3. Ten times the former leaves room for another summation order.
+# transformers differs from itself by up to 4.0e-5 (prompt at once, token by token, in blocks); a
+# wrong formula moves some value by more than 0.3. Ten times the former leaves room for another
+# summation order.
 TOLERANCE = 5e-4
 
 

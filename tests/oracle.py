@@ -106,7 +106,10 @@ def windows_tree(history, parents, inputs):
 
 
 def convolve_tree(history, parents, inputs, weight):
-    """Causal depthwise convolution with silu along each node's path; weight [K, C], last tap now."""
+    """Causal depthwise convolution with silu along each node's path.
+
+    weight [K, C]; its last tap meets the node's own input.
+    """
     windows = windows_tree(history, parents, inputs)
     return silu(np.einsum("nkc,kc->nc", windows, np.asarray(weight, np.float64)))
 

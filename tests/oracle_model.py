@@ -108,7 +108,7 @@ class OracleModel:
         return [self.forward(tokens[path_to(parents, n)], cache) for n in range(len(tokens))]
 
     def greedy(self, cache, token, count):
-        """``count`` greedy tokens after ``token``, with the smallest gap between best and second."""
+        """``count`` greedy tokens after ``token``, and the smallest gap of best to second best."""
         out, gap = [], np.inf
         for _ in range(count):
             run = self.forward([token], cache)
