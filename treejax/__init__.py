@@ -1,0 +1,1 @@
+"""treejax: tree speculative decoding on recurrent-hybrid language models, in JAX."""

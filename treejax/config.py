@@ -1,7 +1,7 @@
 """What a model is: one frozen, hashable description, and the strict reader for TOML files.
 
 ``ModelConfig`` uses Hugging Face's field names. It is static under ``jax.jit``; every shape of
-parameters and state follows from it. Families turn a ``config.json`` into one (``treejax.families``).
+parameters and state follows from it. Families turn a ``config.json`` into one.
 """
 
 import dataclasses

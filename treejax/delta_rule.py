@@ -5,7 +5,6 @@ between optimisation barriers: whatever surrounds it, the compiler sees the same
 is what makes a replayed state equal a decoded one bit for bit.
 """
 
-import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
@@ -47,8 +46,8 @@ def update(
     R: Float32[Array, "Hv dv dk"],
     k: Float32[Array, "Hv dk"],
     v: Float32[Array, "Hv dv"],
-    alpha: Float32[Array, "Hv"],
-    beta: Float32[Array, "Hv"],
+    alpha: Float32[Array, " Hv"],
+    beta: Float32[Array, " Hv"],
 ) -> Float32[Array, "Hv dv dk"]:
     """One token: decay, prediction error, write (design section 3)."""
     R, k, v, alpha, beta = lax.optimization_barrier((R, k, v, alpha, beta))
@@ -111,4 +110,3 @@ def chunked(
 
     R, out = lax.scan(step, R, (U, W, inner, outer_q, outer_k, G[..., -1]))
     return jnp.moveaxis(out, 2, 1).reshape(count * CHUNK, heads, -1)[:rows], R
-

@@ -24,26 +24,31 @@ def precision_of(dtype: Any) -> lax.Precision:
     return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
 
 
+def trailing(w: Array, x: Array) -> Array:
+    """w with leading axes of size 1, so that it meets the last axes of x."""
+    return w.reshape((1,) * (x.ndim - w.ndim) + w.shape)
+
+
 def linear(x: Array, w: Array) -> Array:
     """x [..., in] times w [in, out]."""
     return jnp.matmul(x, w, precision=precision_of(x.dtype))
 
 
 @typed
-def rms_norm(x: Shaped[Array, "*b H"], w: Shaped[Array, "H"], eps: float) -> Shaped[Array, "*b H"]:
+def rms_norm(x: Shaped[Array, "*b H"], w: Shaped[Array, " H"], eps: float) -> Shaped[Array, "*b H"]:
     """Zero-centred RMSNorm: the stored weight is an offset from one; float32, rounded once."""
     y = x.astype(jnp.float32)
     scale = lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
-    return (y * scale * (1.0 + w.astype(jnp.float32))).astype(x.dtype)
+    return (y * scale * trailing(1.0 + w.astype(jnp.float32), y)).astype(x.dtype)
 
 
 @typed
 def gated_norm(
-    o: Float[Array, "*b dv"], w: Float[Array, "dv"], z: Shaped[Array, "*b dv"], eps: float
+    o: Float[Array, "*b dv"], w: Float[Array, " dv"], z: Shaped[Array, "*b dv"], eps: float
 ) -> Shaped[Array, "*b dv"]:
     """RMSNorm of the recurrent output with a plain weight, then the gate silu(z)."""
     scale = lax.rsqrt(jnp.mean(o * o, axis=-1, keepdims=True) + eps)
-    return (o * scale * w * jax.nn.silu(z.astype(jnp.float32))).astype(z.dtype)
+    return (o * scale * trailing(w, o) * jax.nn.silu(z.astype(jnp.float32))).astype(z.dtype)
 
 
 @typed
@@ -53,7 +58,8 @@ def rotary(
     """Rotate the first ``rotary_dim`` channels, pairing each half; angles in float32."""
     half = config.rotary_dim // 2
     exponent = -2.0 / config.rotary_dim * jnp.arange(half, dtype=jnp.float32)
-    angle = positions[..., None, None].astype(jnp.float32) * (config.rope_theta**exponent)
+    frequency = trailing(config.rope_theta**exponent, x)
+    angle = positions[..., None, None].astype(jnp.float32) * frequency
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     y = x.astype(jnp.float32)
     first, second, rest = y[..., :half], y[..., half : 2 * half], x[..., 2 * half :]
@@ -64,9 +70,9 @@ def rotary(
 @typed
 def attend(
     q: Shaped[Array, "T Hq D"],
-    k: Shaped[Array, "T Hkv D"],
-    v: Shaped[Array, "T Hkv D"],
-    mask: Bool[Array, "T T"],
+    k: Shaped[Array, "M Hkv D"],
+    v: Shaped[Array, "M Hkv D"],
+    mask: Bool[Array, "T M"],
     keys: Shaped[Array, "S Hkv D"],
     values: Shaped[Array, "S Hkv D"],
     length: Int[Array, ""],
@@ -168,9 +174,10 @@ def delta_operands(config: ModelConfig, p: Params, mixed: Array, a: Array, b: Ar
 
 @typed
 def log_decay(
-    a: Shaped[Array, "*b Hv"], A_log: Float[Array, "Hv"], dt_bias: Float[Array, "Hv"]
+    a: Shaped[Array, "*b Hv"], A_log: Float[Array, " Hv"], dt_bias: Float[Array, " Hv"]
 ) -> Float[Array, "*b Hv"]:
     """g = -exp(A_log) softplus(a + dt_bias), float32."""
+    A_log, dt_bias = trailing(A_log, a), trailing(dt_bias, a)
     return -jnp.exp(A_log) * jax.nn.softplus(a.astype(jnp.float32) + dt_bias)
 
 
@@ -221,7 +228,35 @@ def feed_forward(config: ModelConfig, p: Params, x: Array) -> Array:
 
 def embed(params: Params, tokens: Array) -> Array:
     """Rows of the embedding; inactive rows (token -1) read row 0, whose value nobody uses."""
-    return params["embed"][jnp.maximum(tokens, 0)]
+    return look_up(params["embed"], jnp.maximum(tokens, 0))
+
+
+@jax.custom_vjp
+def look_up(table: Array, tokens: Array) -> Array:
+    """Rows [..., H] of table [V, H]. Its gradient is a product with the one-hot rows.
+
+    The scatter-add that indexing would give serialises on frequent tokens: on a GPU it took as
+    long as the rest of a small model's backward pass.
+    """
+    return table[tokens]
+
+
+def _look_up_forward(table: Array, tokens: Array) -> tuple[Array, tuple[Array, int]]:
+    return table[tokens], (tokens, table.shape[0])
+
+
+def _look_up_backward(saved: tuple[Array, int], cotangent: Array) -> tuple[Array, None]:
+    tokens, entries = saved
+    rows = cotangent.reshape(-1, cotangent.shape[-1])
+    one_hot = jax.nn.one_hot(tokens.reshape(-1), entries, dtype=rows.dtype)
+    precision = precision_of(rows.dtype)
+    table = jnp.einsum(
+        "nv,nh->vh", one_hot, rows, precision=precision, preferred_element_type=jnp.float32
+    )
+    return table.astype(rows.dtype), None
+
+
+look_up.defvjp(_look_up_forward, _look_up_backward)
 
 
 def logits(params: Params, hidden: Array) -> Array:

@@ -7,7 +7,7 @@ one token is verifying a tree of one node, through the same blocks.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -120,23 +120,34 @@ def prefill(
       out, with out.logits [B, V] at the last real token, and the new state.
     """
     tokens, lengths = np.asarray(tokens, np.int32), np.asarray(lengths, np.int32)
-    check_block(model.config, state, tokens, lengths)
-    total = tokens.shape[1]
-    parts, start = [], 0
+    check_prompt(model.config, state, tokens, lengths)
+    outs, blocks = [], list(prompt_blocks(tokens, lengths))
+    for block, count in blocks:
+        out, state = prefill_block(model.config, model.params, state, block, count)
+        outs.append(out)
+    counts = [count for _, count in blocks]
+    last = last_rows(outs, counts)
+    if hidden == "all":
+        rows = jnp.concatenate([out.hidden for out in outs], axis=1)[:, : tokens.shape[1]]
+        last = last.replace(hidden=rows)
+    return last, state
+
+
+def prompt_blocks(tokens: np.ndarray, lengths: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:
+    """Cut [B, T] into padded blocks of bucket lengths: (block [B, bucket], real tokens [B])."""
+    start, total = 0, tokens.shape[1]
     while start < total:
         rest = total - start
         bucket = next((b for b in PREFILL_BUCKETS if b >= rest), PREFILL_BUCKETS[-1])
         block = np.zeros((tokens.shape[0], bucket), np.int32)
-        piece = tokens[:, start : start + bucket]
-        block[:, : piece.shape[1]] = piece
-        count = np.clip(lengths - start, 0, piece.shape[1]).astype(np.int32)
-        out, state = prefill_block(model.config, model.params, state, block, count)
-        parts.append((out, count, piece.shape[1]))
+        block[:, : min(rest, bucket)] = tokens[:, start : start + bucket]
+        yield block, np.clip(lengths - start, 0, bucket).astype(np.int32)
         start += bucket
-    return _join(parts, hidden), state
 
 
-def check_block(config: ModelConfig, state: State, tokens: np.ndarray, lengths: np.ndarray) -> None:
+def check_prompt(
+    config: ModelConfig, state: State, tokens: np.ndarray, lengths: np.ndarray
+) -> None:
     """Refuse, in one line, a prompt block that the model or the state cannot take."""
     if tokens.ndim != 2 or lengths.shape != tokens.shape[:1] or len(tokens) != state.batch:
         raise ValueError(
@@ -158,21 +169,19 @@ def check_block(config: ModelConfig, state: State, tokens: np.ndarray, lengths: 
         )
 
 
-def _join(parts: list[tuple[Output, np.ndarray, int]], hidden: str) -> Output:
-    """Outputs of one prompt's blocks: every row as its own last block that had tokens left it."""
-    logits, last = parts[0][0].logits, _last_rows(*parts[0][:2])
-    for out, count, _ in parts[1:]:
+def last_rows(outs: list[Output], counts: list[np.ndarray]) -> Output:
+    """Logits [B, V] and hidden [B, H] at each sequence's last real token over several blocks."""
+    logits, hidden = outs[0].logits, _last(outs[0].hidden, counts[0])
+    for out, count in zip(outs[1:], counts[1:], strict=True):
         mine = jnp.asarray(count > 0)[:, None]
         logits = jnp.where(mine, out.logits, logits)
-        last = jnp.where(mine, _last_rows(out, count), last)
-    if hidden == "last":
-        return Output(logits, last)
-    return Output(logits, jnp.concatenate([out.hidden[:, :n] for out, _, n in parts], axis=1))
+        hidden = jnp.where(mine, _last(out.hidden, count), hidden)
+    return Output(logits, hidden)
 
 
-def _last_rows(out: Output, count: np.ndarray) -> Array:
-    rows = np.maximum(count - 1, 0)[:, None, None]
-    return jnp.take_along_axis(out.hidden, jnp.asarray(rows), axis=1)[:, 0]
+def _last(hidden: Array, count: Any) -> Array:
+    """Row ``count - 1`` of hidden [B, T, H]."""
+    return jnp.take_along_axis(hidden, jnp.maximum(count - 1, 0)[:, None, None], axis=1)[:, 0]
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -180,14 +189,13 @@ def prefill_block(
     config: ModelConfig, params: layers.Params, state: State, tokens: Array, count: Array
 ) -> tuple[Output, State]:
     """One block [B, T] of which ``count`` [B] tokens are real: all hidden rows, last logits."""
-    rows = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    rows = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
     real = rows < count[:, None]
     positions = state.length[:, None] + rows
     R = state.policy.read(state.recurrent)
     mixing = _prompt_mixing(state, R, real)
     x = layers.embed(params, tokens)
     hidden, records = forward(config, params, x, positions, mixing)
-    last = jnp.take_along_axis(hidden, jnp.maximum(count - 1, 0)[:, None, None], axis=1)[:, 0]
     conv = [
         jax.vmap(shift_history)(state.conv[i], inputs, count)
         for i, inputs in enumerate(records.conv)
@@ -200,7 +208,7 @@ def prefill_block(
         values=write_rows(state.values, records.values, slots),
         length=state.length + count,
     )
-    return Output(layers.logits(params, last), hidden), state
+    return Output(layers.logits(params, _last(hidden, count)), hidden), state
 
 
 def _prompt_mixing(state: State, R: Array, real: Array) -> Mixing:
@@ -229,7 +237,7 @@ def causal_convolution(inputs: Array, taps: Array, rows: int) -> Array:
     """Depthwise convolution of [B, K-1+rows, C] by shifted sums, float32: [B, rows, C]."""
     width = taps.shape[0]
     inputs, taps = inputs.astype(jnp.float32), taps.astype(jnp.float32)
-    return sum(inputs[:, j : j + rows] * taps[j] for j in range(width))
+    return sum(inputs[:, j : j + rows] * taps[None, None, j] for j in range(width))
 
 
 def shift_history(history: Array, inputs: Array, count: Array) -> Array:
@@ -265,4 +273,4 @@ def _score(params: layers.Params, hidden: Array, targets: Array, lengths: Array)
         return jnp.take_along_axis(logp, target[:, None], axis=-1)[:, 0]
 
     scored = jax.lax.map(of_row, (hidden, targets))
-    return jnp.where(jnp.arange(1, targets.shape[1] + 1) < lengths[:, None], scored, 0.0)
+    return jnp.where(jnp.arange(1, targets.shape[1] + 1)[None, :] < lengths[:, None], scored, 0.0)

@@ -96,17 +96,17 @@ def _mlp(hidden: int, width: int) -> dict[str, Any]:
 
 
 def _experts(config: ModelConfig) -> dict[str, Any]:
-    H, E, I = config.hidden_size, config.num_experts, config.moe_intermediate_size
+    H, E, width = config.hidden_size, config.num_experts, config.moe_intermediate_size
     return {
         "router": (H, E),
-        "experts": {"gate": (E, H, I), "up": (E, H, I), "down": (E, I, H)},
+        "experts": {"gate": (E, H, width), "up": (E, H, width), "down": (E, width, H)},
         "shared": _mlp(H, config.shared_expert_intermediate_size),
         "shared_gate": (H, 1),
     }
 
 
 def init(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> dict[str, Any]:
-    """Random parameters: scaled normal matrices, zero norm offsets, Mamba's ranges for the gates."""
+    """Random parameters: scaled normal matrices, zero norm offsets, Mamba's gate ranges."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(abstract(config, dtype))
     residual = (2 * config.num_layers) ** -0.5
     made = [

@@ -105,9 +105,7 @@ def init_state(
         name: jnp.zeros(leaf.shape, leaf.dtype)
         for name, leaf in abstract_state(config, batch, max_length, jnp.dtype(dtype)).items()
     }
-    return State(
-        recurrent=policy.init(arrays.pop("R")), config=config, policy=policy, **arrays
-    )
+    return State(recurrent=policy.init(arrays.pop("R")), config=config, policy=policy, **arrays)
 
 
 def with_policy(state: State, policy: str | Policy) -> State:

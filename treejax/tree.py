@@ -160,7 +160,7 @@ def describe(tree: Tree) -> Topology:
 
 
 @typed
-def depths(parent: Int32[Array, "N"], max_depth: int) -> Int32[Array, "N"]:
+def depths(parent: Int32[Array, " N"], max_depth: int) -> Int32[Array, " N"]:
     """Depth of every node by walking up at most ``max_depth`` parents."""
     depth, node = jnp.zeros_like(parent), parent
     for _ in range(max_depth):
@@ -247,7 +247,9 @@ def _validate(
         if row and parents[row] == -1:
             raise ValueError(f"{name}: row {row} is a second root (parent -1), expected only row 0")
         if row and not 0 <= parents[row] < count:
-            raise ValueError(f"{name}: row {row} has parent {parents[row]}, expected 0..{count - 1}")
+            raise ValueError(
+                f"{name}: row {row} has parent {parents[row]}, expected 0..{count - 1}"
+            )
         if tokens[row] < 0 or (vocabulary is not None and tokens[row] >= vocabulary):
             bound = "a token id >= 0" if vocabulary is None else f"0..{vocabulary - 1}"
             raise ValueError(f"{name}: row {row} has token {tokens[row]}, expected {bound}")

@@ -20,7 +20,7 @@ from treejax.tree import Topology
 
 
 class Path(struct.PyTreeNode):
-    """The accepted path of one sequence: nodes [max_depth + 1] int32 (-1 padded), length [] int32."""
+    """One accepted path: nodes [max_depth + 1] int32, -1 padded, and length [] int32."""
 
     nodes: Array
     length: Array

@@ -70,9 +70,9 @@ class WY:
 
     def commit(self, carry: Array, scratch: Factors, path: Path) -> Array:
         last = jnp.maximum(path.nodes[jnp.maximum(path.length - 1, 0)], 0)
-        on_path = (path.nodes[:, None] == jnp.arange(scratch.G.shape[0])).any(axis=0)
+        on_path = (path.nodes[:, None] == jnp.arange(scratch.G.shape[0])[None, :]).any(axis=0)
         G = scratch.G[last]
-        weight = jnp.exp(jnp.where(on_path[:, None], G - scratch.G, -jnp.inf))  # [N, Hv]
+        weight = jnp.exp(jnp.where(on_path[:, None], G[None, :] - scratch.G, -jnp.inf))  # [N, Hv]
         k = value_heads(scratch.k, carry.shape[0])
         written = jnp.einsum("jhv,jhk->hvk", scratch.u * weight[:, :, None], k, precision=HIGHEST)
         return jnp.where(path.length > 0, jnp.exp(G)[:, None, None] * carry + written, carry)

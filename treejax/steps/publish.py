@@ -4,8 +4,6 @@ The recurrent commit, the convolution gather and the attention rows read the sam
 length, so they cannot describe different prefixes. A path of length 0 leaves its sequence as it is.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -79,7 +77,7 @@ def _publish_rows(state: State, cache: Array, blocks: tuple[Array, ...], path: P
     """Move the path's rows behind the prefix; the padding of the path goes to the spare row."""
     if not blocks:
         return cache
-    steps = jnp.arange(path.nodes.shape[1])
+    steps = jnp.arange(path.nodes.shape[1])[None, :]
     slots = state.length[:, None] + steps
     inside = (steps < path.length[:, None]) & (slots < state.max_length)
     slots = jnp.where(inside, slots, state.max_length)

@@ -82,7 +82,7 @@ def _tree_mixing(state: State, topology: Topology) -> Mixing:
     def convolve(i: int, inputs: Array, taps: Array) -> Array:
         full = jnp.concatenate([state.conv[i], inputs], axis=1)
         window = jax.vmap(lambda rows, at: rows[at])(full, windows)  # [B, N, K, C]
-        return jnp.sum(window.astype(jnp.float32) * taps.astype(jnp.float32), axis=2)
+        return jnp.sum(window.astype(jnp.float32) * taps.astype(jnp.float32)[None, None], axis=2)
 
     def delta(i: int, operands: Operands) -> tuple[Array, Any]:
         return scan(jax.tree.map(lambda leaf: leaf[i], state.recurrent), operands, topology)

@@ -1,0 +1,234 @@
+"""The loop: propose, verify, select, publish, until every sequence has what it asked for.
+
+``steps.together.step`` is those four in one compiled program. Around it the host only carries out
+what needs a host: exact budgets, stop tokens, text. Plain decoding is the same step with a drafter
+that proposes nothing.
+"""
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from treejax.drafters import make_drafter
+from treejax.model import Model, check_prompt, prompt_blocks
+from treejax.policies import Policy, make_policy
+from treejax.requests import Request, make_requests
+from treejax.sampling import Sampling
+from treejax.shapes import Array
+from treejax.state import State, init_state, state_bytes
+from treejax.stats import Stats
+from treejax.steps.together import Carry, Emission, absorb, first_token, step
+
+CACHE_ROWS = 256
+"""States are allocated in multiples of this, so that nearby lengths share compiled programs."""
+
+
+class Piece(NamedTuple):
+    """What ``stream`` yields: text that became certain, and the tokens of the step behind it.
+
+    Attributes:
+      text: may be empty while a character or a possible stop string is incomplete.
+      tokens: the step's tokens.
+      drafted: per token, whether a drafter had proposed it.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    drafted: tuple[bool, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """A finished text.
+
+    Attributes:
+      text: the continuation, without prompt and stop string; empty without a tokenizer.
+      tokens: the continuation's token ids, a stop token included.
+      stats: figures; see ``treejax.stats``.
+      finish_reason: "stop" or "length"; "interrupted" if the loop was left early.
+      logprobs: a log-probability a token under the unprocessed model, or None if not asked for.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    stats: Stats
+    finish_reason: str
+    logprobs: tuple[float, ...] | None
+
+
+def complete(
+    model: Model,
+    prompts: Any,
+    *,
+    max_tokens: int = 64,
+    policy: str | Policy = "wy",
+    drafter: Any = "mtp+suffix",
+    tree: Any = None,
+    sampling: Sampling | None = None,
+    seed: int | Sequence[int] = 0,
+    stop: Sequence[str | int] = (),
+    logprobs: bool = False,
+) -> Any:
+    """Continue one prompt or several.
+
+    Args:
+      model: from ``load_model``.
+      prompts: a string, a list of token ids, or a list of either.
+      max_tokens: tokens to generate at most; prompt and text stay within the model's context.
+      policy: state policy, a name of ``treejax.policies.REGISTRY`` or an object.
+      drafter: a name of ``treejax.drafters.REGISTRY`` or an object; None decodes plainly.
+      tree: the shape the drafter fills ("hydra27", "chain5", ...); None for its own default.
+      sampling: how to draw; greedy by default.
+      seed: one for all prompts (a stream is the same alone and in a batch), or one a prompt.
+      stop: strings that end a text, and token ids beside the model's own end tokens.
+      logprobs: report the model's log-probability of every token.
+
+    Returns:
+      A ``Generation``, or a list of them if ``prompts`` is a list of prompts.
+    """
+    single = isinstance(prompts, str) or (
+        len(prompts) > 0 and np.ndim(prompts[0]) == 0 and not isinstance(prompts[0], str)
+    )
+    requests = make_requests(model, [prompts] if single else prompts, max_tokens, stop)
+    for _ in run(model, requests, policy, drafter, tree, sampling, seed, logprobs):
+        pass
+    results = [_result(request, logprobs) for request in requests]
+    return results[0] if single else results
+
+
+def stream(
+    model: Model,
+    prompt: Any,
+    *,
+    max_tokens: int = 64,
+    policy: str | Policy = "wy",
+    drafter: Any = "mtp+suffix",
+    tree: Any = None,
+    sampling: Sampling | None = None,
+    seed: int = 0,
+    stop: Sequence[str | int] = (),
+) -> Iterator[Piece]:
+    """Continue one prompt and yield a ``Piece`` a step; arguments as for ``complete``.
+
+    The generator's return value (``yield from``, ``StopIteration.value``) is the ``Generation``.
+    """
+    (request,) = make_requests(model, [prompt], max_tokens, stop)
+    for pieces in run(model, [request], policy, drafter, tree, sampling, seed, False):
+        yield pieces[0]
+    return _result(request, False)
+
+
+def _result(request: Request, logprobs: bool) -> Generation:
+    return Generation(
+        text=request.text,
+        tokens=tuple(request.tokens),
+        stats=request.stats,
+        finish_reason=request.stats.finish_reason,
+        logprobs=tuple(request.logprobs) if logprobs else None,
+    )
+
+
+def run(
+    model: Model,
+    requests: list[Request],
+    policy: str | Policy,
+    drafter: Any,
+    tree: Any,
+    sampling: Sampling | None,
+    seed: int | Sequence[int],
+    logprobs: bool,
+) -> Iterator[list[Piece]]:
+    """Serve requests of one batch to their end, and yield a list of pieces a step, one a request.
+
+    All programs are compiled before the first token is computed; no step compiles afterwards.
+    """
+    sampling = (Sampling() if sampling is None else sampling).prepared()
+    drafter, policy = make_drafter(drafter, tree), make_policy(policy)
+    keys = _keys(seed, len(requests))
+    prompts = [request.prompt for request in requests]
+    rows = max(len(r.prompt) + r.budget for r in requests)
+    context = model.config.max_position_embeddings
+    max_length = min(-(-rows // CACHE_ROWS) * CACHE_ROWS, context)
+    draft = drafter.init(model, len(requests), max_length)
+    if all(request.finished for request in requests):
+        return
+
+    config, params, weights = model.config, model.params, draft.weights
+    state = init_state(config, len(requests), max_length, model.dtype, policy)
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    tokens = np.zeros((len(prompts), lengths.max()), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    check_prompt(config, state, tokens, lengths)
+    blocks = list(prompt_blocks(tokens, lengths))
+    logits = jnp.zeros((len(requests), config.vocab_size), jnp.float32)
+    carry = Carry(state=state, memory=draft.memory, pending=jnp.zeros_like(state.length))
+    want = np.bool_(logprobs)
+
+    started = time.perf_counter()
+    fixed = (config, drafter, params, weights)
+    for block, count in {block.shape[1]: (block, count) for block, count in blocks}.values():
+        absorb.lower(*fixed, carry, logits, block, count).compile()
+    step.lower(*fixed, carry, _limits(requests), keys, sampling, want).compile()
+    first_token(logits, sampling, keys, state.length, want)
+    compiled = time.perf_counter()
+    for request in requests:
+        _describe(request.stats, carry.state, drafter, compiled - started)
+
+    for block, count in blocks:
+        carry, logits = absorb(*fixed, carry, logits, block, count)
+    pending, logprob = first_token(logits, sampling, keys, carry.state.length, want)
+    carry = carry.replace(pending=pending)
+    firsts, logprob = jax.device_get((pending, logprob))
+    seconds = time.perf_counter() - compiled
+    pieces = []
+    for request, token, value in zip(requests, firsts.tolist(), logprob.tolist(), strict=True):
+        request.stats.prefill_s = seconds
+        text, _ = request.take([token], [value])
+        pieces.append(Piece(text, (token,), (False,)))
+    yield pieces
+
+    while not all(request.finished for request in requests):
+        started = time.perf_counter()
+        carry, emission = step(*fixed, carry, _limits(requests), keys, sampling, want)
+        emission = jax.device_get(emission)
+        seconds = time.perf_counter() - started
+        yield [_deliver(r, emission, row, seconds) for row, r in enumerate(requests)]
+
+
+def _deliver(request: Request, emission: Emission, row: int, seconds: float) -> Piece:
+    """Hand one sequence its share of a step, and count it."""
+    if request.finished:
+        return Piece("", (), ())
+    count = int(emission.count[row])
+    tokens = emission.tokens[row, :count].tolist()
+    text, taken = request.take(tokens, emission.logprobs[row, :count].tolist())
+    accepted = min(taken, count - 1)
+    request.stats.count_step(int(emission.proposed[row]), accepted)
+    request.stats.decode_s += seconds
+    return Piece(text, tuple(tokens[:taken]), tuple(i < count - 1 for i in range(taken)))
+
+
+def _limits(requests: list[Request]) -> np.ndarray:
+    return np.array([request.depth_limit for request in requests], np.int32)
+
+
+def _keys(seed: int | Sequence[int], batch: int) -> Array:
+    """One key a sequence; a single seed serves all, so that a stream is the same in any batch."""
+    seeds = [seed] * batch if np.ndim(seed) == 0 else list(seed)  # type: ignore[arg-type]
+    if len(seeds) != batch:
+        raise ValueError(f"{len(seeds)} seeds for {batch} prompts, expected one, or one a prompt")
+    return jnp.stack([jax.random.key(int(s)) for s in seeds])
+
+
+def _describe(stats: Stats, state: State, drafter: Any, compile_s: float) -> None:
+    buffers = state.policy.buffers(state.config, drafter.capacity, state.batch)
+    stats.compile_s = compile_s
+    stats.state_bytes, stats.scratch_bytes = state_bytes(state), sum(buffers.values())
+    stats.policy, stats.drafter, stats.tree = state.policy.name, drafter.name, drafter.shape.name
+    stats.device = jax.devices()[0].device_kind

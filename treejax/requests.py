@@ -1,0 +1,118 @@
+"""Requests: the host's side of a generation, with exact budgets and stops.
+
+The device proposes what a step emits; a ``Request`` takes no more of it than was asked for. It ends
+at the first stop token or stop string, or when its budget is used up, in the order of the tokens.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from treejax.stats import Stats
+from treejax.text import TextStream
+
+
+class Request:
+    """One prompt and what has been generated for it.
+
+    Args:
+      prompt: token ids, at least one.
+      budget: tokens to deliver at most, the model's context already taken into account.
+      stop_ids: tokens that end the text; they are delivered as tokens, not as text.
+      text: decodes what is delivered.
+    """
+
+    def __init__(self, prompt: list[int], budget: int, stop_ids: set[int], text: TextStream):
+        self.prompt = prompt
+        self.budget = budget
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.text = ""
+        self.stats = Stats(finish_reason="interrupted" if budget else "length")
+        self._stop_ids = stop_ids
+        self._decoder = text
+
+    @property
+    def finished(self) -> bool:
+        return self.stats.finish_reason != "interrupted"
+
+    @property
+    def depth_limit(self) -> int:
+        """How deep a candidate may lie so that its step fits the budget; -1 once finished."""
+        return -1 if self.finished else self.budget - len(self.tokens) - 1
+
+    def take(self, tokens: Sequence[int], logprobs: Sequence[float]) -> tuple[str, int]:
+        """Deliver what a step emitted, as far as it goes: the text set free, and tokens taken."""
+        freed = ""
+        for taken, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True), start=1):
+            self.tokens.append(token)
+            self.logprobs.append(logprob)
+            self.stats.tokens += 1
+            if token in self._stop_ids:
+                return self._finish("stop", freed), taken
+            freed += self._decoder.push(token)
+            if self._decoder.stopped:
+                return self._finish("stop", freed, flush=False), taken
+            if len(self.tokens) == self.budget:
+                return self._finish("length", freed), taken
+        self.text += freed
+        return freed, len(tokens)
+
+    def _finish(self, reason: str, freed: str, flush: bool = True) -> str:
+        self.stats.finish_reason = reason
+        freed += self._decoder.flush() if flush else ""
+        self.text += freed
+        return freed
+
+
+def make_requests(
+    model: Any, prompts: Sequence[Any], max_tokens: int, stop: Sequence[str | int]
+) -> list[Request]:
+    """Validate and tokenise prompts; nothing is added to them.
+
+    Raises:
+      ValueError: one line saying which prompt or setting is wrong.
+    """
+    if isinstance(stop, str | int):
+        stop = (stop,)
+    if max_tokens < 0:
+        raise ValueError(f"max_tokens is {max_tokens}, expected 0 or more")
+    if not prompts:
+        raise ValueError("no prompt was given, expected at least one")
+    stop_texts = [item for item in stop if isinstance(item, str)]
+    if "" in stop_texts:
+        raise ValueError("a stop string is empty, expected at least one character")
+    if stop_texts and model.tokenizer is None:
+        raise ValueError("stop strings need a tokenizer, and the model has none: use token ids")
+    stop_ids = set(model.config.eos_token_ids) | {i for i in stop if isinstance(i, int)}
+    context = model.config.max_position_embeddings
+    requests = []
+    for index, prompt in enumerate(prompts):
+        ids = _token_ids(model, prompt, index)
+        if len(ids) >= context:
+            raise ValueError(
+                f"prompt {index} has {len(ids)} tokens and the model's context is {context}; "
+                "shorten it"
+            )
+        budget = min(max_tokens, context - len(ids))
+        requests.append(Request(ids, budget, stop_ids, TextStream(model.tokenizer, stop_texts)))
+    return requests
+
+
+def _token_ids(model: Any, prompt: Any, index: int) -> list[int]:
+    if isinstance(prompt, str):
+        if model.tokenizer is None:
+            raise ValueError(
+                f"prompt {index} is text and the model has no tokenizer: pass token ids"
+            )
+        ids = model.tokenizer.encode(prompt, add_special_tokens=False).ids
+    else:
+        ids = [int(token) for token in np.asarray(prompt).reshape(-1)]
+    if not ids:
+        raise ValueError(f"prompt {index} is empty, expected at least one token")
+    wrong = [token for token in ids if not 0 <= token < model.config.vocab_size]
+    if wrong:
+        bound = model.config.vocab_size - 1
+        raise ValueError(f"prompt {index} holds token {wrong[0]}, expected 0..{bound}")
+    return ids

@@ -1,0 +1,81 @@
+"""What a generation reports: vLLM's acceptance figures, times, and memory.
+
+``acceptance_length = 1 + num_accepted_tokens / num_drafts``, where only steps that proposed
+something count as drafts. Accepted tokens exclude the bonus token. Rates leave compilation out.
+"""
+
+import dataclasses
+import json
+from typing import Any
+
+
+@dataclasses.dataclass
+class Stats:
+    """Figures of one sequence; times are those of the call that it was part of.
+
+    Attributes:
+      num_drafts: steps that proposed at least one candidate.
+      num_draft_tokens: candidates proposed.
+      num_accepted_tokens: candidates emitted; neither the root nor the bonus token.
+      accepted_per_pos: how many drafts had a candidate accepted at depth d + 1.
+      tokens: tokens delivered. steps: verify calls.
+      prefill_s, decode_s, compile_s: seconds; the first two leave compilation out.
+      state_bytes, scratch_bytes: durable state, and the policy's buffers while it verifies.
+      finish_reason: "stop", "length" or "interrupted".
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_per_pos: list[int] = dataclasses.field(default_factory=list)
+    tokens: int = 0
+    steps: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    compile_s: float = 0.0
+    state_bytes: int = 0
+    scratch_bytes: int = 0
+    policy: str = ""
+    drafter: str = ""
+    tree: str = ""
+    implementation: str = "xla"
+    device: str = ""
+    finish_reason: str = "length"
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens a drafting step emits on average, the bonus token included (vLLM's definition)."""
+        return 1.0 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
+
+    @property
+    def node_use(self) -> float:
+        """Accepted candidates by proposed ones; low by nature for wide trees."""
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Tokens after the first by the seconds after it."""
+        return max(self.tokens - 1, 0) / self.decode_s if self.decode_s else 0.0
+
+    def count_step(self, proposed: int, accepted: int) -> None:
+        """Record one verify call: candidates proposed and candidates delivered."""
+        self.steps += 1
+        if proposed:
+            self.num_drafts += 1
+            self.num_draft_tokens += proposed
+            self.num_accepted_tokens += accepted
+            missing = accepted - len(self.accepted_per_pos)
+            self.accepted_per_pos += [0] * max(missing, 0)
+            for depth in range(accepted):
+                self.accepted_per_pos[depth] += 1
+
+    def as_dict(self) -> dict[str, Any]:
+        """All figures, the derived ones too, ready for JSON."""
+        return dataclasses.asdict(self) | {
+            "acceptance_length": self.acceptance_length,
+            "node_use": self.node_use,
+            "decode_tokens_per_s": self.decode_tokens_per_s,
+        }
+
+    def as_json(self) -> str:
+        return json.dumps(self.as_dict())

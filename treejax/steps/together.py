@@ -1,0 +1,131 @@
+"""Verify, select and publish together: the compiled programs that the loop runs.
+
+``step`` is the whole line from proposal to durable state in one program; ``absorb`` takes in a
+block of prompt. Both donate what goes around the loop, ``Carry``, and nothing else.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from treejax import layers
+from treejax.config import ModelConfig
+from treejax.drafters.base import Draft
+from treejax.model import prefill_block
+from treejax.sampling import Sampling, sample
+from treejax.shapes import Array
+from treejax.state import State
+from treejax.steps.publish import publish_path
+from treejax.steps.select import Choice, select
+from treejax.steps.verify import verify_trees
+
+
+class Emission(struct.PyTreeNode):
+    """What one step gives the host.
+
+    Attributes:
+      tokens: [B, max_depth + 1] int32, accepted candidates and then the new pending token.
+      count: [B] int32 how many of them are real.
+      proposed: [B] int32 candidates in the verified tree.
+      logprobs: [B, max_depth + 1] log-probabilities of ``tokens``, zeros unless asked for.
+    """
+
+    tokens: Array
+    count: Array
+    proposed: Array
+    logprobs: Array
+
+
+class Carry(struct.PyTreeNode):
+    """What goes around the loop: the state, the drafter's memory, the pending tokens [B]."""
+
+    state: State
+    memory: Any
+    pending: Array
+
+
+@functools.partial(jax.jit, static_argnames=("config", "drafter"), donate_argnames="carry")
+def step(
+    config: ModelConfig,
+    drafter: Any,
+    params: layers.Params,
+    weights: Any,
+    carry: Carry,
+    limit: Array,
+    keys: Array,
+    sampling: Sampling,
+    want_logprobs: Array,
+) -> tuple[Carry, Emission]:
+    """One step of every sequence; ``carry`` is donated.
+
+    limit: [B] how deep a candidate may lie; 0 leaves the root, -1 leaves the sequence out.
+    """
+    state, draft = carry.state, Draft(weights=weights, memory=carry.memory, config=config)
+    taking_part = limit >= 0
+
+    tree, _, draft = drafter.propose(draft, state, carry.pending, keys)
+    tree = tree.trim(jnp.maximum(limit, 0))
+    out, scratch = verify_trees(config, params, state, tree)
+    choice = select(tree, out.logits, sampling=sampling, key=keys, position=state.length)
+    choice = choice.mask(taking_part)
+    state = publish_path(state, scratch, choice)
+    draft = drafter.observe(draft, tree, choice, out.hidden)
+
+    tokens, count = choice.emitted(tree)
+    emission = Emission(
+        tokens=tokens,
+        count=count,
+        proposed=jnp.where(taking_part, tree.size - 1, 0),
+        logprobs=lax.cond(
+            want_logprobs,
+            path_logprobs,
+            lambda *_: jnp.zeros(tokens.shape),
+            *(out.logits, choice, tokens),
+        ),
+    )
+    pending = jnp.where(taking_part, choice.pending, carry.pending)
+    return Carry(state=state, memory=draft.memory, pending=pending), emission
+
+
+def path_logprobs(logits: Array, choice: Choice, tokens: Array) -> Array:
+    """Log-probabilities [B, P] under the unprocessed model of the tokens drawn along each path."""
+    nodes = jnp.maximum(choice.path, 0)[:, :, None]
+    logp = jax.nn.log_softmax(jnp.take_along_axis(logits, nodes, axis=1), axis=-1)
+    return jnp.take_along_axis(logp, jnp.maximum(tokens, 0)[:, :, None], axis=2)[:, :, 0]
+
+
+@functools.partial(jax.jit, static_argnames=("config", "drafter"), donate_argnames="carry")
+def absorb(
+    config: ModelConfig,
+    drafter: Any,
+    params: layers.Params,
+    weights: Any,
+    carry: Carry,
+    logits: Array,
+    tokens: Array,
+    count: Array,
+) -> tuple[Carry, Array]:
+    """One block of prompt into state and drafter; ``logits`` [B, V] follow the last real token."""
+    out, state = prefill_block(config, params, carry.state, tokens, count)
+    draft = Draft(weights=weights, memory=carry.memory, config=config)
+    draft = drafter.prime(draft, out.hidden, tokens, count)
+    logits = jnp.where((count > 0)[:, None], out.logits, logits)
+    return carry.replace(state=state, memory=draft.memory), logits
+
+
+@jax.jit
+def first_token(
+    logits: Array, sampling: Sampling, keys: Array, position: Array, want_logprobs: Array
+) -> tuple[Array, Array]:
+    """The token after the prompt [B] and its log-probability, 0 unless asked for."""
+    token = sample(logits, sampling=sampling, key=keys, position=position)
+    logp = lax.cond(
+        want_logprobs,
+        lambda: jnp.take_along_axis(jax.nn.log_softmax(logits), token[:, None], axis=1)[:, 0],
+        lambda: jnp.zeros(token.shape),
+    )
+    return token, logp
