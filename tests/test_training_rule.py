@@ -33,7 +33,7 @@ TINY = ModelConfig(
 
 
 def random_operands(rows: int, dk: int = 16, dv: int = 24) -> Operands:
-    """Two windows, two key heads, four value heads; strong writes and both weak and strong decay."""
+    """Two windows, two key heads, four value heads; strong writes, weak and strong decay."""
     keys = jax.random.split(jax.random.key(3), 6)
     q = jax.random.normal(keys[0], (2, rows, 2, dk))
     # A common part makes keys correlated, which is where a bad inverse shows.

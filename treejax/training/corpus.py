@@ -50,8 +50,8 @@ class CorpusSettings:
     """What the training text is made of.
 
     Attributes:
-      vocab_size: entries of the byte-level BPE, ``FILE_TOKEN`` included.
-      roots: folders to search (globs); empty: the running interpreter's.
+      roots: folders to search (globs, relative ones from the configuration file's folder);
+        empty: the running interpreter's.
       extra_roots: folders (globs) searched besides; ones that do not exist are passed over.
       exclude: a path that contains any of these words is left out.
       held_out: fingerprint file of ``treejax.training.passages``; a relative path starts at the
@@ -64,7 +64,6 @@ class CorpusSettings:
       processes: 0 for one a core.
     """
 
-    vocab_size: int
     roots: tuple[str, ...] = ()
     extra_roots: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
@@ -76,13 +75,6 @@ class CorpusSettings:
     bpe_mb: float = 60.0
     seed: int = 0
     processes: int = 0
-
-    def __post_init__(self):
-        if not 257 <= self.vocab_size <= 65536:
-            raise ValueError(
-                f"corpus.vocab_size is {self.vocab_size}, expected 257 to 65536: 256 bytes, "
-                f"{FILE_TOKEN}, and what fits uint16"
-            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,8 +109,9 @@ def _examine(
         if opened is None:
             continue
         data, text = opened
-        printable = sum(not c.isspace() for c in text)
-        if sum(c.isdigit() for c in text) > most_digits * printable:
+        values = np.frombuffer(data, np.uint8)
+        digits = np.count_nonzero((values >= ord("0")) & (values <= ord("9")))
+        if digits > most_digits * np.count_nonzero(values > ord(" ")):
             continue
         if shares_passage(text, held_out):
             copies.append(path)
@@ -150,15 +143,15 @@ def _start_worker() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
-def find_files(settings: CorpusSettings) -> list[tuple[str, str]]:
-    """All candidate ``.py`` files as (path, package), sorted by path."""
+def find_files(settings: CorpusSettings, base: Path) -> list[tuple[str, str]]:
+    """All candidate ``.py`` files as (path, package), sorted by path; roots relative to base."""
     places = sysconfig.get_paths()
     found: dict[str, str] = {}
     roots = list(settings.roots) or [places["stdlib"], places["purelib"], places["platlib"]]
     if not settings.roots:
         roots += site.getsitepackages()
     for pattern in (*roots, *settings.extra_roots):
-        for root in sorted(glob.glob(os.path.expanduser(pattern))):
+        for root in sorted(glob.glob(os.path.join(base, pattern))):
             for folder, _, names in os.walk(root):
                 for name in names:
                     path = os.path.join(os.path.realpath(folder), name)
@@ -220,11 +213,16 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
 
 
 def build(
-    settings: CorpusSettings, folder: str | Path, base: Path, say: Callable[[str], None] = print
+    settings: CorpusSettings,
+    vocab_size: int,
+    folder: str | Path,
+    base: Path,
+    say: Callable[[str], None] = print,
 ) -> dict:
     """Build the corpus in ``folder`` unless a finished one of these settings is there.
 
     Args:
+      vocab_size: entries of the byte-level BPE, ``FILE_TOKEN`` included: 257 to 65536.
       base: the folder where a relative ``held_out`` path starts.
 
     Returns:
@@ -232,7 +230,8 @@ def build(
     """
     folder = Path(folder)
     record_path = folder / "corpus.json"
-    wanted = json.loads(json.dumps(dataclasses.asdict(settings)))
+    wanted = dataclasses.asdict(settings) | {"vocab_size": vocab_size}
+    wanted = json.loads(json.dumps(wanted))  # tuples become lists, as they will be when read
     if record_path.exists():
         record = json.loads(record_path.read_text())
         if record["settings"] == wanted:
@@ -243,7 +242,7 @@ def build(
     held_out = np.zeros(0, np.uint64)
     if settings.held_out:
         held_out = read_fingerprint(base / settings.held_out)
-    candidates = find_files(settings)
+    candidates = find_files(settings, base)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["treejax.training.corpus"])
     workers = settings.processes or os.cpu_count() or 1
@@ -260,11 +259,11 @@ def build(
         if not files:
             raise ValueError("the corpus is empty: no usable .py file under its roots")
         say(f"corpus: {len(files):,} of {len(candidates):,} files, {len(copies)} share a passage")
-        tokenizer = train_tokenizer(_sample(files, settings.bpe_mb), settings.vocab_size)
-        if tokenizer.get_vocab_size() != settings.vocab_size:
+        tokenizer = train_tokenizer(_sample(files, settings.bpe_mb), vocab_size)
+        if tokenizer.get_vocab_size() != vocab_size:
             raise ValueError(
                 f"the text yields {tokenizer.get_vocab_size()} BPE entries, expected "
-                f"corpus.vocab_size = {settings.vocab_size}: lower it or add text"
+                f"model.vocab_size = {vocab_size}: lower it or add text"
             )
         tokenizer_path = str(folder / "tokenizer.json")
         tokenizer.save(tokenizer_path)

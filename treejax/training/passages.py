@@ -73,7 +73,7 @@ def write_fingerprint(texts: Iterable[str], path: str | Path) -> np.ndarray:
 
 
 def read_fingerprint(path: str | Path) -> np.ndarray:
-    """Read what ``write_fingerprint`` wrote; a file made with other settings is a ``ValueError``."""
+    """Read what ``write_fingerprint`` wrote; one made with other settings is a ``ValueError``."""
     try:
         with np.load(path) as stored:
             hashes, window, thin = stored["hashes"], int(stored["window"]), int(stored["thin"])
