@@ -109,7 +109,11 @@ def write_tensors(folder: Path, tensors: dict[str, np.ndarray], shard_bytes: int
     if len(shards) == 1:
         names = [SINGLE]
     for file, shard in zip(names, shards, strict=True):
-        save_file(shard, folder / file, metadata={"format": "pt"})
+        path = folder / file
+        path.touch()
+        mode = path.stat().st_mode
+        save_file(shard, path, metadata={"format": "pt"})
+        path.chmod(mode)  # the writer's own is readable by its user alone
     if len(shards) > 1:
         total = sum(tensor.nbytes for tensor in tensors.values())
         where = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
