@@ -464,6 +464,20 @@ def test_saving_again_replaces_the_weights_and_keeps_other_files(tmp_path):
     assert os.listdir(folder.parent) == ["model"]
 
 
+def test_relative_paths_and_links_are_followed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "model").symlink_to("disk")
+    model = load_model(checkpoint("qwen3_5_wrapped"))
+    for target in ("model", "disk/inner"):
+        save_model(model, target)
+        assert_same(load_model(target).params, model.params)
+    assert (tmp_path / "model").is_symlink()
+    monkeypatch.chdir(tmp_path / "disk" / "inner")
+    save_model(model, ".")
+    assert_same(load_model(tmp_path / "disk" / "inner").params, model.params)
+
+
 def test_a_failed_save_leaves_the_old_folder(tmp_path, monkeypatch):
     model = load_model(checkpoint("qwen3_5"))
     save_model(model, tmp_path / "model")

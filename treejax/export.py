@@ -36,7 +36,7 @@ def save_model(model: Model, directory: str | Path, shard_bytes: int = 5 * 10**9
     Raises:
       ValueError: the parameters do not fit the configuration, or the family cannot express it.
     """
-    directory = Path(directory)
+    directory = Path(directory).resolve()  # a link stays a link, its folder is replaced
     mapping = config_to_hf(model.config) | {"dtype": str(model.dtype)}
     tensors = _pack(model)
     with _replacing(directory) as folder:
