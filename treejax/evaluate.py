@@ -31,7 +31,7 @@ from treejax.training.wheels import read_modules
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        "python -m treejax.evaluate", description=__doc__.split("\n")[0]
+        "python -m treejax.evaluate", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("--wheel", required=True, help="wheel whose non-test modules are scored")
     parser.add_argument("--checkpoint", help="model folder; default: the model that ships")

@@ -36,7 +36,9 @@ BESIDE_THE_MODEL = ("config.toml", "log.jsonl", "command.txt")
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("python -m treejax.train", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        "python -m treejax.train", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("config", help="training configuration, TOML")
     parser.add_argument("--out", required=True, help="folder of the run")
     parser.add_argument("--resume", action="store_true", help="continue the run in --out")
@@ -204,6 +206,7 @@ class bar:
         )
 
     def _advance(self, row: loop.Row) -> None:
+        assert self._progress is not None
         self._progress.update(
             self._task,
             completed=row.step,

@@ -7,16 +7,14 @@ complete checkpoint and ends with the parameters that it would have had.
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from orbax.checkpoint import v1 as ocp
 
 from treejax import parameters
-from treejax.shapes import Array
 from treejax.training.optimizer import make_optimizer
 from treejax.training.settings import TrainSettings
 
@@ -30,12 +28,12 @@ class TrainState(struct.PyTreeNode):
     optimizer: Any
 
 
-class Progress(struct.PyTreeNode):
-    """Where a run stands. ``total`` is -1 until the schedule's length is known."""
+class Progress(NamedTuple):
+    """Where a run stands: steps done, the schedule's length (-1 until it is known), seconds."""
 
-    step: int | Array
-    total: int | Array
-    seconds: float | Array
+    step: int
+    total: int
+    seconds: float
 
 
 def init_state(settings: TrainSettings) -> TrainState:
@@ -54,8 +52,8 @@ class Checkpoints:
 
     def __init__(self, folder: str | Path):
         self._orbax = ocp.training.Checkpointer(
-            Path(folder).absolute(),
-            preservation_policy=ocp.training.preservation_policies.LatestN(KEPT),
+            str(Path(folder).absolute()),
+            preservation_policy=ocp.training.preservation_policies.LatestN(KEPT),  # type: ignore[arg-type]
             cleanup_tmp_directories=True,
         )
         self._pending: Any = None
@@ -83,24 +81,25 @@ class Checkpoints:
         """The last complete checkpoint, placed on the default device."""
         tree = {
             "state": abstract_state(settings),
-            "progress": jax.eval_shape(lambda: _as_arrays(Progress(0, 0, 0.0))),
+            "progress": _as_arrays(Progress(0, 0, 0.0)),
         }
         sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         tree = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree
         )
         loaded = self._orbax.load(abstract_state=tree)
-        progress = loaded["progress"]
-        return loaded["state"], Progress(
-            int(progress.step), int(progress.total), float(progress.seconds)
-        )
+        kept = loaded["progress"]
+        progress = Progress(int(kept["step"]), int(kept["total"]), float(kept["seconds"]))
+        return loaded["state"], progress
 
     def close(self) -> None:
         self.wait()
         self._orbax.close()
 
 
-def _as_arrays(progress: Progress) -> Progress:
-    return Progress(
-        jnp.int32(progress.step), jnp.int32(progress.total), jnp.float32(progress.seconds)
-    )
+def _as_arrays(progress: Progress) -> dict[str, np.ndarray]:
+    return {
+        "step": np.array(progress.step, np.int32),
+        "total": np.array(progress.total, np.int32),
+        "seconds": np.array(progress.seconds, np.float32),
+    }

@@ -130,10 +130,10 @@ def run(
       ValueError: the loss is not finite.
     """
     schedule = settings.schedule
-    done, total = int(progress.step), int(progress.total)
+    done, total = progress.step, progress.total
     if schedule.steps:
         total = schedule.steps
-    before, began = float(progress.seconds), time.perf_counter()
+    before, began = progress.seconds, time.perf_counter()
     last_saved, timed_from = began, None
     waiting: deque[tuple[int, float, Array]] = deque()
     window: list[np.ndarray] = []
@@ -153,8 +153,9 @@ def run(
         window.append(values)
         if number % log_every == 0 or number == total:
             now = time.perf_counter()
-            means = [float(v) for v in np.mean(window, axis=0)]
-            row = Row(number, total, seconds(), rate, *means, 1e3 * (now - marked) / len(window))
+            main, mtp, chained, norm = (float(v) for v in np.mean(window, axis=0))
+            each = 1e3 * (now - marked) / len(window)
+            row = Row(number, total, seconds(), rate, main, mtp, chained, norm, each)
             marked, window = now, []
             curve.write(row)
             report(row)
@@ -169,7 +170,7 @@ def run(
         while len(waiting) > _IN_FLIGHT:
             read_oldest()
         if total < 0:
-            if timed_from is None and done >= int(progress.step) + TIMED[0]:
+            if timed_from is None and done >= progress.step + TIMED[0]:
                 jax.block_until_ready(metrics)
                 timed_from = done, time.perf_counter()
             elif timed_from is not None and done >= timed_from[0] + TIMED[1] - TIMED[0]:

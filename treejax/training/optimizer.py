@@ -71,6 +71,7 @@ def stacked(inner: optax.GradientTransformation) -> optax.GradientTransformation
         return inner.init(_stack(params))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        made: Any
         made, state = inner.update(_stack(updates), state, None)
         return _unstack(made, updates), state
 
@@ -79,6 +80,9 @@ def stacked(inner: optax.GradientTransformation) -> optax.GradientTransformation
 
 def make_optimizer(settings: OptimizerSettings) -> optax.GradientTransformation:
     """Gradients to descent directions of size one learning rate (signs as in the gradients)."""
+
+    def scale(update: Any, _: Any) -> Any:
+        return update * (settings.muon_scale * max(update.shape[1:]) ** 0.5)
 
     def matrices(groups: Any) -> Any:  # [n, in, out]: n is the batch axis
         return jax.tree.map(lambda _: contrib.MuonDimensionNumbers(1, 2), groups)
@@ -89,9 +93,7 @@ def make_optimizer(settings: OptimizerSettings) -> optax.GradientTransformation:
             beta=settings.muon_momentum,
             weight_dimension_numbers=matrices,
         ),
-        optax.stateless_with_tree_map(
-            lambda update, _: update * (settings.muon_scale * max(update.shape[1:]) ** 0.5)
-        ),
+        optax.stateless_with_tree_map(scale),
     )
     adam = optax.chain(
         optax.scale_by_adam(settings.adam_b1, settings.adam_b2),

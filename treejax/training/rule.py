@@ -29,9 +29,13 @@ from treejax.shapes import Array
 _UNROLL = 8  # chunk steps a loop iteration: a GPU launches them without a host round trip
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def contract(spec: str, x: Array, y: Array) -> Array:
     """``einsum`` accumulated in and returned as float32, whose cotangent takes x's dtype."""
+    return _contract(spec, x, y)  # type: ignore[return-value]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _contract(spec: str, x: Array, y: Array) -> Array:
     precision = precision_of(x.dtype)
     return jnp.einsum(spec, x, y, precision=precision, preferred_element_type=jnp.float32)
 
@@ -48,23 +52,27 @@ def _contract_backward(
     return jax.vjp(plain, x, y)[1](cotangent.astype(x.dtype))
 
 
-contract.defvjp(_contract_forward, _contract_backward)
+_contract.defvjp(_contract_forward, _contract_backward)
 
 
-def _new_block(size: int, width: int) -> np.ndarray:
+def _new_block(size: int, width: int) -> Array:
     """Mask of the lower left quarter of each diagonal block of 2 * width."""
     row, column = np.arange(size)[:, None], np.arange(size)[None]
     same = row // (2 * width) == column // (2 * width)
-    return (same & (row // width > column // width)).astype(np.float32)
+    return jnp.asarray(same & (row // width > column // width), jnp.float32)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def invert_unit_lower(L: Array, precision: lax.Precision) -> Array:
     """(I + L)^-1 for strictly lower triangular L [..., C, C], C a power of two.
 
     [[P, 0], [X, Q]]^-1 = [[P^-1, 0], [-Q^-1 X P^-1, Q^-1]], from blocks of one upwards: the
     error stays that of substitution (a Neumann product would lose everything beyond depth 8).
     """
+    return _invert(L, precision)  # type: ignore[return-value]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _invert(L: Array, precision: lax.Precision) -> Array:
     size = L.shape[-1]
     T = trailing(jnp.eye(size, dtype=L.dtype), L) - L * trailing(_new_block(size, 1), L)
     width = 2
@@ -87,7 +95,7 @@ def _invert_backward(precision: lax.Precision, T: Array, cotangent: Array) -> tu
     return (-jnp.tril(product, -1),)
 
 
-invert_unit_lower.defvjp(_invert_forward, _invert_backward)
+_invert.defvjp(_invert_forward, _invert_backward)
 
 
 def delta_windows(operands: Operands, dtype: jnp.dtype) -> Array:
@@ -114,7 +122,7 @@ def delta_windows(operands: Operands, dtype: jnp.dtype) -> Array:
     G = jnp.cumsum(value_heads(operands.g), axis=-1)
     into = jnp.exp(G)[..., None]  # decay from the chunk's start to each row
     difference = G[..., :, None] - G[..., None, :]
-    lower = trailing(np.tril(np.ones((CHUNK, CHUNK), bool)), difference)
+    lower = trailing(jnp.tril(jnp.ones((CHUNK, CHUNK), bool)), difference)
     decay = jnp.exp(jnp.where(lower, difference, -jnp.inf))
 
     kk = contract("bnhik,bnhjk->bnhij", k, k)[:, :, :, None]
