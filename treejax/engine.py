@@ -7,14 +7,15 @@ that proposes nothing.
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treejax.drafters import make_drafter
+from treejax.drafters import Drafter, make_drafter
 from treejax.model import Model, check_prompt, prompt_blocks
 from treejax.policies import Policy, make_policy
 from treejax.requests import Request, make_requests
@@ -27,19 +28,27 @@ from treejax.steps.together import Carry, Emission, absorb, first_token, step
 CACHE_ROWS = 256
 """States are allocated in multiples of this, so that nearby lengths share compiled programs."""
 
+DEFAULT_POLICY = "wy"
+DEFAULT_DRAFTER, DEFAULT_TREE = "mtp+suffix", "hydra27"
+"""What drafts unless asked otherwise, where the model has an MTP head; "suffix" elsewhere."""
+
 
 class Piece(NamedTuple):
-    """What ``stream`` yields: text that became certain, and the tokens of the step behind it.
+    """What ``stream`` yields: the tokens of a step, and the text that became certain with each.
 
     Attributes:
-      text: may be empty while a character or a possible stop string is incomplete.
+      texts: per token; empty while a character or a possible stop string is incomplete.
       tokens: the step's tokens.
       drafted: per token, whether a drafter had proposed it.
     """
 
-    text: str
+    texts: tuple[str, ...]
     tokens: tuple[int, ...]
     drafted: tuple[bool, ...]
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +75,8 @@ def complete(
     prompts: Any,
     *,
     max_tokens: int = 64,
-    policy: str | Policy = "wy",
-    drafter: Any = "mtp+suffix",
+    policy: str | Policy = DEFAULT_POLICY,
+    drafter: Any = "auto",
     tree: Any = None,
     sampling: Sampling | None = None,
     seed: int | Sequence[int] = 0,
@@ -81,7 +90,8 @@ def complete(
       prompts: a string, a list of token ids, or a list of either.
       max_tokens: tokens to generate at most; prompt and text stay within the model's context.
       policy: state policy, a name of ``treejax.policies.REGISTRY`` or an object.
-      drafter: a name of ``treejax.drafters.REGISTRY`` or an object; None decodes plainly.
+      drafter: a name of ``treejax.drafters.REGISTRY`` or an object; None decodes plainly; "auto"
+        is the default one, or "suffix" for a model without an MTP head.
       tree: the shape the drafter fills ("hydra27", "chain5", ...); None for its own default.
       sampling: how to draw; greedy by default.
       seed: one for all prompts (a stream is the same alone and in a batch), or one a prompt.
@@ -106,8 +116,8 @@ def stream(
     prompt: Any,
     *,
     max_tokens: int = 64,
-    policy: str | Policy = "wy",
-    drafter: Any = "mtp+suffix",
+    policy: str | Policy = DEFAULT_POLICY,
+    drafter: Any = "auto",
     tree: Any = None,
     sampling: Sampling | None = None,
     seed: int = 0,
@@ -141,22 +151,26 @@ def run(
     tree: Any,
     sampling: Sampling | None,
     seed: int | Sequence[int],
-    logprobs: bool,
-) -> Iterator[list[Piece]]:
+    logprobs: bool = False,
+) -> Generator[list[Piece], None, State | None]:
     """Serve requests of one batch to their end, and yield a list of pieces a step, one a request.
 
-    All programs are compiled before the first token is computed; no step compiles afterwards.
+    All programs are compiled before the first token is computed; no step compiles afterwards. The
+    return value is the state after the last step, which holds every token but the pending ones; it
+    is None if nothing was asked for.
     """
     sampling = (Sampling() if sampling is None else sampling).prepared()
-    drafter, policy = make_drafter(drafter, tree), make_policy(policy)
+    drafter, policy = choose_drafter(model, drafter, tree), make_policy(policy)
     keys = _keys(seed, len(requests))
     prompts = [request.prompt for request in requests]
     rows = max(len(r.prompt) + r.budget for r in requests)
     context = model.config.max_position_embeddings
     max_length = min(-(-rows // CACHE_ROWS) * CACHE_ROWS, context)
     draft = drafter.init(model, len(requests), max_length)
+    for request in requests:
+        _name(request.stats, policy, drafter)
     if all(request.finished for request in requests):
-        return
+        return None
 
     config, params, weights = model.config, model.params, draft.weights
     state = init_state(config, len(requests), max_length, model.dtype, policy)
@@ -172,13 +186,23 @@ def run(
 
     started = time.perf_counter()
     fixed = (config, drafter, params, weights)
-    for block, count in {block.shape[1]: (block, count) for block, count in blocks}.values():
-        absorb.lower(*fixed, carry, logits, block, count).compile()
-    step.lower(*fixed, carry, _limits(requests), keys, sampling, want).compile()
+    with ThreadPoolExecutor() as pool:  # one program compiles while the next is traced
+        variants = {block.shape[1]: (block, count) for block, count in blocks}
+        jobs = [
+            pool.submit(absorb.lower(*fixed, carry, logits, block, count).compile)
+            for block, count in variants.values()
+        ]
+        rest = carry, _limits(requests), keys, sampling, want
+        jobs.append(pool.submit(step.lower(*fixed, *rest).compile))
+        for job in jobs:
+            job.result()
     first_token(logits, sampling, keys, state.length, want)
     compiled = time.perf_counter()
+    buffers = policy.buffers(config, drafter.capacity, len(requests))
     for request in requests:
-        _describe(request.stats, carry.state, drafter, compiled - started)
+        request.stats.compile_s = compiled - started
+        request.stats.state_bytes = state_bytes(state)
+        request.stats.scratch_bytes = sum(buffers.values())
 
     for block, count in blocks:
         carry, logits = absorb(*fixed, carry, logits, block, count)
@@ -189,8 +213,7 @@ def run(
     pieces = []
     for request, token, value in zip(requests, firsts.tolist(), logprob.tolist(), strict=True):
         request.stats.prefill_s = seconds
-        text, _ = request.take([token], [value])
-        pieces.append(Piece(text, (token,), (False,)))
+        pieces.append(Piece(request.take([token], [value]), (token,), (False,)))
     yield pieces
 
     while not all(request.finished for request in requests):
@@ -199,19 +222,30 @@ def run(
         emission = jax.device_get(emission)
         seconds = time.perf_counter() - started
         yield [_deliver(r, emission, row, seconds) for row, r in enumerate(requests)]
+    return carry.state
+
+
+def choose_drafter(model: Model, drafter: Any, tree: Any) -> Drafter:
+    """``make_drafter``, and "auto": the default drafter, or "suffix" without an MTP head."""
+    if drafter != "auto":
+        return make_drafter(drafter, tree)
+    if "mtp" not in model.params:
+        return make_drafter("suffix", tree)
+    return make_drafter(DEFAULT_DRAFTER, DEFAULT_TREE if tree is None else tree)
 
 
 def _deliver(request: Request, emission: Emission, row: int, seconds: float) -> Piece:
     """Hand one sequence its share of a step, and count it."""
     if request.finished:
-        return Piece("", (), ())
+        return Piece((), (), ())
     count = int(emission.count[row])
     tokens = emission.tokens[row, :count].tolist()
-    text, taken = request.take(tokens, emission.logprobs[row, :count].tolist())
+    texts = request.take(tokens, emission.logprobs[row, :count].tolist())
+    taken = len(texts)
     accepted = min(taken, count - 1)
     request.stats.count_step(int(emission.proposed[row]), accepted)
     request.stats.decode_s += seconds
-    return Piece(text, tuple(tokens[:taken]), tuple(i < count - 1 for i in range(taken)))
+    return Piece(texts, tuple(tokens[:taken]), tuple(i < count - 1 for i in range(taken)))
 
 
 def _limits(requests: list[Request]) -> np.ndarray:
@@ -223,12 +257,13 @@ def _keys(seed: int | Sequence[int], batch: int) -> Array:
     seeds = [seed] * batch if np.ndim(seed) == 0 else list(seed)  # type: ignore[arg-type]
     if len(seeds) != batch:
         raise ValueError(f"{len(seeds)} seeds for {batch} prompts, expected one, or one a prompt")
-    return jnp.stack([jax.random.key(int(s)) for s in seeds])
+    for value in seeds:
+        if not 0 <= value < 2**32:  # a larger one would be cut to these bits without a word
+            raise ValueError(f"seed is {value}, expected an integer in 0..{2**32 - 1}")
+    return jnp.stack([jax.random.key(int(value)) for value in seeds])
 
 
-def _describe(stats: Stats, state: State, drafter: Any, compile_s: float) -> None:
-    buffers = state.policy.buffers(state.config, drafter.capacity, state.batch)
-    stats.compile_s = compile_s
-    stats.state_bytes, stats.scratch_bytes = state_bytes(state), sum(buffers.values())
-    stats.policy, stats.drafter, stats.tree = state.policy.name, drafter.name, drafter.shape.name
+def _name(stats: Stats, policy: Policy, drafter: Drafter) -> None:
+    """Say what serves a request."""
+    stats.policy, stats.drafter, stats.tree = policy.name, drafter.name, drafter.shape.name
     stats.device = jax.devices()[0].device_kind

@@ -42,28 +42,26 @@ class Request:
         """How deep a candidate may lie so that its step fits the budget; -1 once finished."""
         return -1 if self.finished else self.budget - len(self.tokens) - 1
 
-    def take(self, tokens: Sequence[int], logprobs: Sequence[float]) -> tuple[str, int]:
-        """Deliver what a step emitted, as far as it goes: the text set free, and tokens taken."""
-        freed = ""
-        for taken, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True), start=1):
+    def take(self, tokens: Sequence[int], logprobs: Sequence[float]) -> tuple[str, ...]:
+        """Deliver what a step emitted, as far as it goes: the text set free by each token taken."""
+        texts: list[str] = []
+        for token, logprob in zip(tokens, logprobs, strict=True):
             self.tokens.append(token)
             self.logprobs.append(logprob)
             self.stats.tokens += 1
-            if token in self._stop_ids:
-                return self._finish("stop", freed), taken
-            freed += self._decoder.push(token)
-            if self._decoder.stopped:
-                return self._finish("stop", freed, flush=False), taken
-            if len(self.tokens) == self.budget:
-                return self._finish("length", freed), taken
-        self.text += freed
-        return freed, len(tokens)
-
-    def _finish(self, reason: str, freed: str, flush: bool = True) -> str:
-        self.stats.finish_reason = reason
-        freed += self._decoder.flush() if flush else ""
-        self.text += freed
-        return freed
+            stopped = token in self._stop_ids
+            freed = "" if stopped else self._decoder.push(token)
+            if stopped or self._decoder.stopped:
+                self.stats.finish_reason = "stop"
+            elif len(self.tokens) == self.budget:
+                self.stats.finish_reason = "length"
+            if self.finished:
+                freed += self._decoder.flush()
+            texts.append(freed)
+            self.text += freed
+            if self.finished:
+                break
+        return tuple(texts)
 
 
 def make_requests(
