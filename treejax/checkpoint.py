@@ -25,7 +25,7 @@ from treejax.tensors import StoredTensors, read_json
 
 __all__ = ["SHIPPED", "LoadSummary", "load_model", "save_model"]
 
-SHIPPED = {"tiny": Path(__file__).parent / "models" / "tiny"}
+SHIPPED = {"python-11m": Path(__file__).parent / "models" / "python-11m"}
 """The models that come with the package, by name; the first is what no name means."""
 
 _VISION = ("model.visual.", "visual.")

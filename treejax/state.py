@@ -2,7 +2,7 @@
 
 Recurrent matrices R (kept as the policy's carry), convolution history C and attention rows K
 describe the same prefix of ``length`` tokens, always. Only ``init_state``, ``prefill``,
-``publish``, ``with_policy``, ``reset`` and ``checkpoint.restore_state`` return a State. The State
+``publish``, ``with_policy``, ``reset`` and ``restore_checkpoint`` return a State. The State
 carries its policy, so that verifying and publishing cannot disagree about it.
 """
 

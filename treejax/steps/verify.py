@@ -49,13 +49,18 @@ def verify(model: Model, state: State, tree: Tree) -> tuple[Output, Scratch]:
 
 
 def _check_room(state: State, tree: Tree) -> None:
-    depth = np.asarray(describe(tree).depth).max(axis=1)
+    depth = np.asarray(_depths(tree)).max(axis=1)
     needed = int((np.asarray(state.length) + depth + 1).max())
     if needed > state.max_length:
         raise ValueError(
             f"a path of the tree needs {needed} rows and the state holds {state.max_length}; "
             "trim the tree or give init_state a larger max_length"
         )
+
+
+@jax.jit
+def _depths(tree: Tree) -> Array:
+    return describe(tree).depth
 
 
 def verify_trees(
