@@ -48,13 +48,12 @@ def head_weights(drafter: str, model: Any) -> dict[str, Any]:
     """References to what the head needs of the model's parameters.
 
     Raises:
-      ValueError: the model has no MTP head; the message says what is missing.
+      ValueError: the model has no MTP head.
     """
     if "mtp" not in model.params:
-        layers_said = model.config.mtp_num_hidden_layers
         raise ValueError(
-            f"drafter {drafter!r} needs an MTP head and this model has none (no mtp.* tensors, "
-            f"mtp_num_hidden_layers is {layers_said}); use 'suffix' or draft nothing"
+            f"drafter {drafter!r} needs an MTP head, but this model has no mtp.* tensors; "
+            "use 'suffix', or no drafter"
         )
     return {
         name: model.params[name] for name in ("mtp", "embed", "lm_head") if name in model.params

@@ -100,7 +100,7 @@ def match_lengths(
     for back in range(longest):
         last = jnp.where(back < length, context[jnp.maximum(length - 1 - back, 0)], -2)
         run = run & (padded[longest - 1 - back :][:width] == last)
-        total = total + run
+        total = total + run.astype(jnp.int32)
     return jnp.where(jnp.arange(width) < length, total, 0)
 
 

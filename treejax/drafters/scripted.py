@@ -59,7 +59,7 @@ class Scripted(Shaped):
                 "drafter 'scripted' needs the true continuation of each prompt: "
                 "pass an object, Scripted(truth=..., schedule=...)"
             )
-        if (self.schedule is None) == (self.probability is None):
+        if bool(self.schedule) == bool(self.probability):
             raise ValueError("drafter 'scripted' needs either a schedule or a probability")
         for proposed, right in self.schedule or ():
             if not 0 <= right <= proposed <= shape.max_depth:
@@ -96,7 +96,7 @@ class Scripted(Shaped):
     ) -> tuple[Tree, None, Draft]:
         shape, script = self.static_shape, draft.memory
         proposed, right = self._plan(script.step, state.length, key)
-        routes, counts = self._routes
+        routes, counts = map(jnp.asarray, self._routes)
         route = routes[right, script.step % counts[right]]
 
         depth, rank = jnp.array(shape.depths), jnp.array(shape.ranks)

@@ -1,0 +1,36 @@
+"""The smallest hybrid with an MTP head that still has every part: for tests of the machinery."""
+
+import functools
+
+import jax
+
+from treejax import parameters
+from treejax.config import FULL, LINEAR, ModelConfig
+from treejax.model import Model
+
+CONFIG = ModelConfig(
+    family="qwen3_5",
+    vocab_size=61,
+    hidden_size=16,
+    layer_types=(LINEAR, FULL),
+    intermediate_size=24,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=8,
+    rotary_dim=4,
+    max_position_embeddings=512,
+    mtp_num_hidden_layers=1,
+)
+
+
+@functools.cache
+def model(seed=0):
+    """Random parameters, scaled up so that the logits of different tokens are far apart."""
+    params = parameters.init(CONFIG, jax.random.key(seed))
+    params["embed"] = 20.0 * params["embed"]
+    params["lm_head"] = 50.0 * params["lm_head"]
+    return Model(params, CONFIG)
