@@ -252,9 +252,9 @@ def _limits(requests: list[Request]) -> np.ndarray:
     return np.array([request.depth_limit for request in requests], np.int32)
 
 
-def _keys(seed: int | Sequence[int], batch: int) -> Array:
+def _keys(seed: Any, batch: int) -> Array:
     """One key a sequence; a single seed serves all, so that a stream is the same in any batch."""
-    seeds = [seed] * batch if np.ndim(seed) == 0 else list(seed)  # type: ignore[arg-type]
+    seeds = [seed] * batch if np.ndim(seed) == 0 else list(seed)
     if len(seeds) != batch:
         raise ValueError(f"{len(seeds)} seeds for {batch} prompts, expected one, or one a prompt")
     for value in seeds:

@@ -1,0 +1,195 @@
+"""Options of ``python -m treejax.generate``, and what they mean.
+
+Every option acts or is refused: one that could have no effect beside the others is a mistake.
+"""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from treejax.cli.guard import Parser
+from treejax.drafters import REGISTRY as DRAFTERS
+from treejax.drafters import make_drafter
+from treejax.engine import DEFAULT_DRAFTER, DEFAULT_POLICY, DEFAULT_TREE
+from treejax.policies import REGISTRY as POLICIES
+from treejax.policies import make_policy
+from treejax.sampling import Sampling
+
+_FILTERS = ("top_k", "top_p", "min_p")
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Validated options of one generation.
+
+    Attributes:
+      drafter: None decodes plainly; "auto" depends on the model.
+      stats: "text", "json" or "none", what is printed to stderr.
+    """
+
+    checkpoint: str | None
+    prompt: str
+    max_tokens: int
+    sampling: Sampling
+    stop: tuple[str, ...]
+    seed: int
+    policy: str
+    drafter: str | None
+    tree: str | None
+    dtype: str
+    check: bool
+    stats: str
+    stats_file: Path | None
+    profile: Path | None
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        "python -m treejax.generate",
+        description="Continue a prompt. The text goes to stdout, statistics go to stderr.",
+        allow_abbrev=False,
+    )
+    what = parser.add_argument_group("what to continue")
+    what.add_argument(
+        "--checkpoint",
+        metavar="DIR",
+        help="model folder, or the name of a shipped "
+        "model; default: the small trained model that ships",
+    )
+    source = what.add_mutually_exclusive_group()
+    source.add_argument("--prompt", metavar="TEXT", help="the prompt; - reads it from stdin")
+    source.add_argument("--prompt-file", metavar="F", type=Path, help="a file with the prompt")
+    what.add_argument("--max-tokens", type=int, default=256, metavar="N", help="default 256")
+    what.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end before this text; may be given several times",
+    )
+    what.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+
+    draw = parser.add_argument_group("how to draw")
+    draw.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy"
+    )
+    draw.add_argument("--top-k", type=int, metavar="K")
+    draw.add_argument("--top-p", type=float, metavar="P")
+    draw.add_argument("--min-p", type=float, metavar="P")
+    for name in _PENALTIES:
+        draw.add_argument(
+            "--" + name.replace("_", "-"), type=float, metavar="X", help="not supported yet"
+        )
+    draw.add_argument("--seed", type=int, default=0, metavar="N", help="default 0")
+
+    how = parser.add_argument_group("how to decode")
+    how.add_argument(
+        "--policy", default=DEFAULT_POLICY, help=f"{', '.join(POLICIES)}; default {DEFAULT_POLICY}"
+    )
+    how.add_argument(
+        "--drafter",
+        help=f"{', '.join(DRAFTERS)}; default {DEFAULT_DRAFTER} where "
+        "the model has an MTP head, else suffix",
+    )
+    how.add_argument("--tree", metavar="SHAPE", help=f"default {DEFAULT_TREE}; see --list")
+    how.add_argument("--plain", action="store_true", help="draft nothing: one token a step")
+    how.add_argument("--implementation", choices=("auto", "xla", "mosaic_gpu"), default="auto")
+
+    tell = parser.add_argument_group("what to tell")
+    tell.add_argument(
+        "--check",
+        action="store_true",
+        help="decode plainly too, and compare the "
+        "streams and the final states; exit status 1 if they differ",
+    )
+    tell.add_argument("--stats", choices=("text", "json", "none"), default="text")
+    tell.add_argument("--stats-file", type=Path, metavar="F", help="write statistics as JSON too")
+    tell.add_argument(
+        "--profile",
+        type=Path,
+        metavar="DIR",
+        help="write a trace of the decode steps for XProf or TensorBoard",
+    )
+    tell.add_argument(
+        "--list",
+        action="store_true",
+        help="list policies, drafters, trees, families, models and devices, and do nothing else",
+    )
+    return parser
+
+
+def read_options(arguments: Sequence[str]) -> Options | None:
+    """The options, or None if ``--list`` is among them.
+
+    Raises:
+      ValueError: one line: what is wrong and what was expected.
+    """
+    given = make_parser().parse_args(arguments)
+    if given.list:
+        return None
+    _check_together(given)
+    make_policy(given.policy)
+    drafter = None if given.plain else given.drafter or "auto"
+    if drafter != "auto":
+        make_drafter(drafter, given.tree)
+    return Options(
+        checkpoint=given.checkpoint,
+        prompt=_read_prompt(given.prompt, given.prompt_file),
+        max_tokens=given.max_tokens,
+        sampling=_sampling(given),
+        stop=tuple(given.stop),
+        seed=given.seed,
+        policy=given.policy,
+        drafter=drafter,
+        tree=given.tree,
+        dtype=given.dtype,
+        check=given.check,
+        stats=given.stats,
+        stats_file=given.stats_file,
+        profile=given.profile,
+    )
+
+
+def _check_together(given: argparse.Namespace) -> None:
+    """Refuse options that cannot act."""
+    if given.prompt is None and given.prompt_file is None:
+        raise ValueError("no prompt: give --prompt TEXT, --prompt - or --prompt-file F")
+    if given.implementation == "mosaic_gpu":
+        raise ValueError(
+            "--implementation mosaic_gpu: its kernels are not built yet, use auto or xla"
+        )
+    for name in ("drafter", "tree"):
+        if given.plain and getattr(given, name) is not None:
+            raise ValueError(f"--plain drafts nothing: leave out --{name}, or --plain")
+    if given.plain and given.check:
+        raise ValueError("--check compares with plain decoding: leave out --plain, or --check")
+
+
+def _sampling(given: argparse.Namespace) -> Sampling:
+    names = ("temperature", *_FILTERS, *_PENALTIES)
+    sampling = Sampling(**{name: getattr(given, name) for name in names})
+    sampling.prepared()
+    for name in _FILTERS:
+        if given.temperature == 0 and getattr(given, name) is not None:
+            flag = name.replace("_", "-")
+            raise ValueError(f"--{flag} has no effect at temperature 0 (greedy): add --temperature")
+    return sampling
+
+
+def _read_prompt(text: str | None, file: Path | None) -> str:
+    if text is not None and text != "-":
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ValueError("the prompt is not valid UTF-8") from None
+        return text
+    raw: Any = sys.stdin.buffer.read() if file is None else file.read_bytes()
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        where = "stdin" if file is None else file
+        raise ValueError(f"{where} is not valid UTF-8 at byte {error.start}") from None

@@ -1,0 +1,63 @@
+"""Exit statuses and the one line that a user's mistake costs.
+
+0 done, 1 a check failed, 2 a mistake of the user, 130 interrupted. Commands write nothing of
+Python's own to stderr: no traceback for a mistake, no warning with a source line.
+"""
+
+import argparse
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+MISTAKE, INTERRUPTED = 2, 130
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(MISTAKE, f"{self.prog}: {message}; --help lists the options\n")
+
+
+def run_command(
+    name: str, command: Callable[[Sequence[str]], int], arguments: Sequence[str]
+) -> int:
+    """The exit status of ``command(arguments)``; mistakes and lost readers are dealt with here.
+
+    A ``ValueError`` or ``OSError`` of one line is a mistake: by the project's rule those are ours
+    or the system's. One of several lines comes from inside a library and keeps its traceback.
+    """
+
+    def show(message: Warning | str, *_: object) -> None:
+        say(name, str(message))
+
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = show  # type: ignore[assignment]
+            status = command(arguments)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        _discard_output()
+        return 0
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except (ValueError, OSError) as error:
+        if "\n" in str(error):
+            raise
+        say(name, str(error))
+        return MISTAKE
+
+
+def say(name: str, message: str) -> None:
+    """One line to stderr."""
+    sys.stderr.write(f"{name}: {message}\n")
+
+
+def _discard_output() -> None:
+    """Nobody reads any more: what Python flushes at exit must not raise again."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(nowhere, stream.fileno())

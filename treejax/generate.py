@@ -1,0 +1,132 @@
+"""Continue a prompt: text to stdout as it comes, statistics to stderr.
+
+    python -m treejax.generate --prompt "def main():" --max-tokens 200
+
+Without ``--checkpoint`` the small trained model that ships with the package writes. ``--check``
+decodes plainly too and compares. ``--help`` lists all options.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import TextIO
+
+import jax
+
+from treejax import agreement
+from treejax.checkpoint import SHIPPED, load_model
+from treejax.cli import printing
+from treejax.cli.cache import use_compilation_cache
+from treejax.cli.generate_options import Options, read_options
+from treejax.cli.guard import INTERRUPTED, run_command, say
+from treejax.drafters import REGISTRY as DRAFTERS
+from treejax.drafters import Drafter
+from treejax.drafters.topologies import FORMS, NAMED
+from treejax.engine import choose_drafter, run
+from treejax.families import REGISTRY as FAMILIES
+from treejax.model import Model
+from treejax.policies import REGISTRY as POLICIES
+from treejax.requests import Request, make_requests
+from treejax.state import State
+
+NAME = "treejax.generate"
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = read_options(arguments)
+    use_compilation_cache()
+    if options is None:
+        list_choices()
+        return 0
+    printing.utf8_output()
+    with ExitStack() as files:
+        report = None
+        if options.stats_file is not None:  # opened first: a wrong path costs no generation
+            report = files.enter_context(options.stats_file.open("w", encoding="utf-8"))
+        model = load_model(options.checkpoint, options.dtype)
+        if options.drafter == "auto" and "mtp" not in model.params:
+            say(NAME, "this model has no MTP head, so 'suffix' drafts")
+        drafter = choose_drafter(model, options.drafter, options.tree)
+        (request,) = make_requests(model, [options.prompt], options.max_tokens, options.stop)
+        try:
+            state = generate(model, request, drafter, options)
+        except BrokenPipeError:  # nobody reads the text any more, but the file was asked for
+            write_figures(report, request, None)
+            raise
+        check = None
+        if options.check and state is not None:
+            check = compare_with_plain(model, request, state, options)
+        write_figures(report, request, check)
+        if options.stats == "json":
+            write_figures(sys.stderr, request, check)
+        elif options.stats == "text":
+            count = len(request.prompt)
+            text = printing.stats_text(request.stats, count, drafter, options.dtype, check)
+            sys.stderr.write(text)
+    if request.stats.finish_reason == "interrupted":
+        return INTERRUPTED
+    return 0 if check is None or check.ok else 1
+
+
+def generate(model: Model, request: Request, drafter: Drafter, options: Options) -> State | None:
+    """Serve the request and print its text: the final state, None if interrupted or no step."""
+    sampling, seed = options.sampling, options.seed
+    steps = run(model, [request], options.policy, drafter, None, sampling, seed)
+    printer = printing.TextPrinter(sys.stdout)
+    with ExitStack() as tracing:
+        try:
+            while True:
+                (piece,) = next(steps)
+                printer.show(piece)
+                if options.profile is not None and not request.stats.steps:
+                    tracing.enter_context(jax.profiler.trace(str(options.profile)))
+        except StopIteration as stop:
+            return stop.value
+        except KeyboardInterrupt:
+            return None
+        finally:
+            printer.close()
+
+
+def compare_with_plain(
+    model: Model, request: Request, state: State, options: Options
+) -> agreement.Agreement | None:
+    """Plain decoding of as many tokens as the state holds; None if interrupted."""
+    prompt = request.prompt
+    common = {"sampling": options.sampling, "seed": options.seed}
+    budget = int(state.length[0]) - len(prompt) + 1
+    try:
+        plain = agreement.record(model, prompt, budget, policy=options.policy, **common)
+        return agreement.compare(model, prompt, request.tokens, state, plain, **common)
+    except KeyboardInterrupt:
+        request.stats.finish_reason = "interrupted"
+        return None
+
+
+def write_figures(file: TextIO | None, request: Request, check: agreement.Agreement | None) -> None:
+    """The statistics as one line of JSON, with the outcome of the check if there was one."""
+    if file is not None:
+        checked = {} if check is None else {"check": check.as_dict()}
+        file.write(json.dumps(request.stats.as_dict() | checked) + "\n")
+
+
+def list_choices() -> None:
+    """What the options accept, on stdout."""
+    devices = ", ".join(f"{device.platform}:{device.id}" for device in jax.devices())
+    rows = {
+        "policies": ", ".join(POLICIES),
+        "drafters": ", ".join(name for name in DRAFTERS if name != "scripted")
+        + "; scripted (from Python only: it needs the answers)",
+        "trees": f"{', '.join(NAMED)}, {FORMS}",
+        "families": ", ".join(FAMILIES),
+        "models": ", ".join(SHIPPED),
+        "devices": f"{devices} ({jax.devices()[0].device_kind})",
+        "implementations": "xla",
+    }
+    for name, choices in rows.items():
+        print(f"{name:<17}{choices}")
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(NAME, main, sys.argv[1:]))
