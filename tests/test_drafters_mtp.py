@@ -59,9 +59,12 @@ def test_fc21_head_equals_golden(preset):
 
 @pytest.mark.parametrize("preset", golden.PRESETS)
 def test_fc21_drafter_equals_golden(preset):
-    """FC-21: prime and propose give the golden drafts, runners-up and cache."""
+    """FC-21: prime and propose give the golden drafts, runners-up and cache.
+
+    So many runners-up that their order gives away any change of the logits.
+    """
     model, arrays = golden_model(preset), golden.arrays(preset, "mtp")
-    ids, steps, width = arrays["ids"], len(arrays["draft_tokens"]), 6
+    ids, steps, width = arrays["ids"], len(arrays["draft_tokens"]), 60
     drafter = MTP(f"caterpillar{steps}x{width}")
     draft = drafter.init(model, 1, 32)
     draft = jax.jit(drafter.prime)(
@@ -288,7 +291,7 @@ def _assert_rows_equal(before, after, rows):
 
 def test_wide_tree_equals_every_path_run_alone():
     """Level by level under a tree mask, a node's children are those of its path as a chain."""
-    model, drafter, text = tiny.model(), MTP("3,2,1"), Text(6)
+    model, drafter, text = tiny.model(), MTP("4,3,2"), Text(6)
     shape, count = drafter.static_shape, 7
     tokens = propose_after(drafter, text, np.full(BATCH, count))
     for node in range(shape.capacity):
