@@ -5,10 +5,10 @@ Every option acts or is refused: one that could have no effect beside the others
 
 import argparse
 import dataclasses
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from treejax.cli.guard import Parser
 from treejax.drafters import REGISTRY as DRAFTERS
@@ -133,6 +133,8 @@ def read_options(arguments: Sequence[str]) -> Options | None:
         return None
     _check_together(given)
     make_policy(given.policy)
+    if given.profile is not None:
+        given.profile.mkdir(parents=True, exist_ok=True)
     drafter = None if given.plain else given.drafter or "auto"
     if drafter != "auto":
         make_drafter(drafter, given.tree)
@@ -181,15 +183,17 @@ def _sampling(given: argparse.Namespace) -> Sampling:
 
 
 def _read_prompt(text: str | None, file: Path | None) -> str:
+    """The prompt, exactly as given: nothing is added or stripped."""
     if text is not None and text != "-":
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise ValueError("the prompt is not valid UTF-8") from None
-        return text
-    raw: Any = sys.stdin.buffer.read() if file is None else file.read_bytes()
+        raw, where = os.fsencode(text), "the prompt"
+    elif file is not None:
+        raw, where = file.read_bytes(), str(file)
+    else:
+        raw, where = sys.stdin.buffer.read(), "stdin"
     try:
-        return raw.decode()
+        prompt = raw.decode()
     except UnicodeDecodeError as error:
-        where = "stdin" if file is None else file
         raise ValueError(f"{where} is not valid UTF-8 at byte {error.start}") from None
+    if not prompt:
+        raise ValueError(f"{where} is empty, expected at least one character to continue")
+    return prompt

@@ -47,13 +47,19 @@ def run_command(
     except (ValueError, OSError) as error:
         if "\n" in str(error):
             raise
-        say(name, str(error))
+        say(name, _one_line(error))
         return MISTAKE
 
 
 def say(name: str, message: str) -> None:
     """One line to stderr."""
     sys.stderr.write(f"{name}: {message}\n")
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 def _discard_output() -> None:
