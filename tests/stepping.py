@@ -34,12 +34,12 @@ def decode(model, state, tokens, active=None, capacity=1, max_depth=0):
 class Surfaces:
     """R, C, K and V of every layer as NumPy arrays, read through the State's public functions."""
 
-    def __init__(self, state):
+    def __init__(self, state, attention=True):
         config = state.config
         self.length = np.asarray(state.length)
         self.R = {i: np.asarray(state.recurrent_of(i)) for i in config.linear_layers}
         self.C = {i: np.asarray(state.conv_of(i)) for i in config.linear_layers}
-        pairs = {i: state.kv_of(i) for i in config.full_layers}
+        pairs = {i: state.kv_of(i) for i in config.full_layers if attention}
         self.K = {i: np.asarray(pair[0]) for i, pair in pairs.items()}
         self.V = {i: np.asarray(pair[1]) for i, pair in pairs.items()}
 

@@ -150,8 +150,8 @@ def test_hydra27_at_every_frontier(make):
 
 
 @pytest.mark.parametrize("make", POLICIES, ids=name_of)
-def test_all_policies_survive_extreme_gates_and_equal_keys(make):
-    """Chains of 31: decay to exp(-930), 31 equal keys written at full strength, keys of zero."""
+def test_fc09_extreme_gates_and_degenerate_keys_in_a_tree(make):
+    """FC-09: chains of 31 that decay to exp(-930), write 31 equal keys in full, hold zero keys."""
     policy, rng = make(), np.random.default_rng(12)
     trees = [random_trees.chain(31)] * BATCH
     R = rng.normal(size=(LAYERS, BATCH, 4, DV, DK)).astype(np.float32)
