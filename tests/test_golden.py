@@ -12,7 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import random_trees
-from stepping import Surfaces, choose, decode
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle_model import OracleModel
+from stepping import Surfaces, choose, decode, oracle_row
 
 from treejax import layers
 from treejax.checkpoint import load_model
@@ -213,6 +216,40 @@ def check_published(arrays, surfaces, targets, prefix):
 
 def _path(parents, node):
     return [node] if parents[node] < 0 else [*_path(parents, parents[node]), node]
+
+
+@policies
+@settings(max_examples=4)
+@given(
+    st.lists(random_trees.parent_lists(CAPACITY, MAX_DEPTH), min_size=BATCH, max_size=BATCH),
+    st.lists(random_trees.parent_lists(CAPACITY, MAX_DEPTH), min_size=BATCH, max_size=BATCH),
+    st.integers(0, 2**32 - 1),
+)
+def test_two_steps_of_random_trees_against_the_oracle(policy, first, second, seed):
+    """Nine different trees at once, one published path each, and nine more from where it led."""
+    preset, rng = "qwen3_5", np.random.default_rng(seed)
+    model, oracle = model_of(preset), OracleModel(golden.checkpoint(preset))
+    prefix = golden.arrays(preset, "tree")["prefix_ids"]
+    _, state = prefill(model, init_state(model.config, BATCH, ROWS), *pad([prefix] * BATCH))
+    state, caches = with_policy(state, policy), [oracle.forward(prefix).cache] * BATCH
+    for lists in (first, second):
+        tokens = [random_trees.random_tokens(rng, p, model.config.vocab_size) for p in lists]
+        tree = Tree.from_parents(tokens, lists, capacity=CAPACITY, max_depth=MAX_DEPTH)
+        out, scratch = verify(model, state, tree)
+        last = [int(rng.integers(len(parents))) for parents in lists]
+        for b, parents in enumerate(lists):
+            runs = oracle.tree(caches[b], tokens[b], parents)
+            close(out.logits[b, : len(parents)], [run.logits[-1] for run in runs])
+            close(out.hidden[b, : len(parents)], [run.hidden[-1] for run in runs])
+            caches[b] = runs[last[b]].cache
+        paths = [_path(parents, node) for parents, node in zip(lists, last, strict=True)]
+        state = publish(model, state, tree, scratch, choose(paths, MAX_DEPTH))
+        surfaces = Surfaces(state)
+        for b, cache in enumerate(caches):
+            row, expected = surfaces.row(b), oracle_row(cache)
+            assert row.keys() == expected.keys()
+            for name, array in expected.items():
+                close(row[name], array, err_msg=name)
 
 
 def rule_operands(arrays):
