@@ -37,16 +37,17 @@ different sizes are rounded differently, by this much at most."""
 
 
 class Recording(NamedTuple):
-    """A finished generation of one prompt: its tokens, figures and last state."""
+    """A generation that is over: its tokens, figures, and row ``row`` of the last state."""
 
     tokens: tuple[int, ...]
     stats: Stats
     state: State | None
+    row: int = 0
 
 
 def record(
     model: Model,
-    prompt: Sequence[int],
+    prompts: Sequence[Sequence[int]],
     budget: int,
     *,
     policy: Any,
@@ -54,11 +55,11 @@ def record(
     tree: Any = None,
     sampling: Sampling | None = None,
     seed: int = 0,
-) -> Recording:
-    """Generate exactly ``budget`` tokens after one prompt; nothing ends the text earlier."""
-    request = Request(list(prompt), budget, set(), TextStream(None))
-    state = drain(run(model, [request], policy, drafter, tree, sampling, seed))
-    return Recording(tuple(request.tokens), request.stats, state)
+) -> list[Recording]:
+    """Generate exactly ``budget`` tokens after each prompt, in one batch; nothing ends earlier."""
+    requests = [Request(list(prompt), budget, set(), TextStream(None)) for prompt in prompts]
+    state = drain(run(model, requests, policy, drafter, tree, sampling, seed))
+    return [Recording(tuple(r.tokens), r.stats, state, row) for row, r in enumerate(requests)]
 
 
 def drain[T](steps: Generator[Any, None, T]) -> T:
@@ -136,33 +137,35 @@ class Agreement:
 def compare(
     model: Model,
     prompt: Sequence[int],
-    drafted: Sequence[int],
-    state: State | None,
+    drafted: Recording,
     plain: Recording,
     sampling: Sampling | None = None,
     seed: int = 0,
-    row: int = 0,
 ) -> Agreement:
-    """Compare drafted tokens, and row ``row`` of the state after them, with a plain recording.
+    """Compare a drafted generation with a plain one of the same prompt, settings and seed.
 
     ``plain`` may be longer: a drafted state may hold tokens past a stop that were not delivered.
-    The states are compared if both describe the same number of tokens.
+
+    Raises:
+      ValueError: too few plain tokens, or states that hold different numbers of tokens.
     """
-    if len(plain.tokens) < len(drafted):
-        raise ValueError(f"{len(plain.tokens)} plain tokens for {len(drafted)}, expected as many")
+    if len(plain.tokens) < len(drafted.tokens):
+        raise ValueError(
+            f"{len(plain.tokens)} plain tokens for {len(drafted.tokens)}, expected as many"
+        )
     dtype = jnp.dtype(model.dtype).name
-    pairs = list(zip(plain.tokens, drafted, strict=False))
+    pairs = list(zip(plain.tokens, drafted.tokens, strict=False))
     equal = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
     pair = pairs[equal] if equal < len(pairs) else None
     margin, surfaces = 0.0, {}
     if pair is not None:
-        policy = plain.state.policy if plain.state is not None else plain.stats.policy
-        scores = plain_scores(model, prompt, plain.tokens[:equal], policy, sampling, seed)
+        policy, known = plain.stats.policy, plain.tokens[:equal]
+        scores = plain_scores(model, prompt, known, policy, sampling, seed)
         margin = abs(float(scores[pair[0]] - scores[pair[1]]))
-    elif state is not None and plain.state is not None:
-        surfaces = compare_states(state, plain.state, row)
+    elif drafted.state is not None and plain.state is not None:
+        surfaces = compare_states(drafted.state, plain.state, drafted.row, plain.row)
     return Agreement(
-        compared=len(drafted),
+        compared=len(drafted.tokens),
         equal=equal,
         pair=pair,
         margin=margin,
@@ -172,26 +175,31 @@ def compare(
     )
 
 
-def compare_states(state: State, plain: State, row: int = 0) -> dict[str, float]:
-    """Relative RMS distance of row ``row`` from a state of one sequence, by surface.
+def compare_states(
+    state: State, plain: State, row: int = 0, plain_row: int = 0
+) -> dict[str, float]:
+    """Relative RMS distance between a row of each state, by surface: the largest over layers.
 
     Raises:
-      ValueError: the states hold different numbers of tokens.
+      ValueError: the rows hold different numbers of tokens.
     """
-    length, expected = int(state.length[row]), int(plain.length[0])
+    length, expected = int(state.length[row]), int(plain.length[plain_row])
     if length != expected:
         raise ValueError(f"the states hold {length} and {expected} tokens, expected equal numbers")
-    config = state.config
     distances = {"R": 0.0, "C": 0.0, "K": 0.0}
-    pairs: list[tuple[str, Any, Any]] = []
-    for layer in config.linear_layers:
-        pairs.append(("R", state.recurrent_of(layer)[row], plain.recurrent_of(layer)[0]))
-        pairs.append(("C", state.conv_of(layer)[row], plain.conv_of(layer)[0]))
-    for layer in config.full_layers:
-        for mine, theirs in zip(state.kv_of(layer), plain.kv_of(layer), strict=True):
-            pairs.append(("K", mine[row, :length], theirs[0, :length]))
-    for name, mine, theirs in pairs:
+
+    def widen(name: str, mine: Any, theirs: Any) -> None:
+        mine, theirs = mine[row], theirs[plain_row]
+        if name == "K":
+            mine, theirs = mine[:length], theirs[:length]
         distances[name] = max(distances[name], _distance(mine, theirs))
+
+    for layer in state.config.linear_layers:
+        widen("R", state.recurrent_of(layer), plain.recurrent_of(layer))
+        widen("C", state.conv_of(layer), plain.conv_of(layer))
+    for layer in state.config.full_layers:
+        for mine, theirs in zip(state.kv_of(layer), plain.kv_of(layer), strict=True):
+            widen("K", mine, theirs)
     return distances
 
 

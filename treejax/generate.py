@@ -97,8 +97,9 @@ def compare_with_plain(
     common = {"sampling": options.sampling, "seed": options.seed}
     budget = int(state.length[0]) - len(prompt) + 1
     try:
-        plain = agreement.record(model, prompt, budget, policy=options.policy, **common)
-        return agreement.compare(model, prompt, request.tokens, state, plain, **common)
+        (plain,) = agreement.record(model, [prompt], budget, policy=options.policy, **common)
+        drafted = agreement.Recording(tuple(request.tokens), request.stats, state)
+        return agreement.compare(model, prompt, drafted, plain, **common)
     except KeyboardInterrupt:
         request.stats.finish_reason = "interrupted"
         return None
