@@ -26,7 +26,7 @@ class Lookup:
     """
 
     longest: int = 8
-    shortest: int = 2
+    shortest: int = 1
     matches: int = 8
 
     def __post_init__(self):

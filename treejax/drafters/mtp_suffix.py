@@ -43,7 +43,7 @@ class MTPSuffix(Shaped):
     """A hydra: spine and runners-up by the MTP head, tail and rescue chains by prompt lookup."""
 
     tree: str | StaticTree | Best = "hydra27"
-    lookup: Lookup = Lookup(shortest=1)
+    lookup: Lookup = Lookup()
 
     name: ClassVar[str] = "mtp+suffix"
 
