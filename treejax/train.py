@@ -32,6 +32,7 @@ from treejax.training.batches import Batches
 from treejax.training.loss import AHEAD, cast_params
 from treejax.training.settings import TrainSettings, read_settings
 
+SHARD_BYTES = 12_000_000  # halves of the shipped model: hosts of code refuse much larger files
 BESIDE_THE_MODEL = ("config.toml", "log.jsonl", "command.txt")
 
 
@@ -223,7 +224,7 @@ def export(settings: TrainSettings, masters: dict, out: Path) -> None:
     """Write ``out/model``: bfloat16 weights, tokenizer, and how they came about."""
     tokenizer = Tokenizer.from_file(str(out / "corpus" / "tokenizer.json"))
     params = cast_params(masters, jnp.bfloat16)
-    save_model(Model(params, settings.model, tokenizer), out / "model")
+    save_model(Model(params, settings.model, tokenizer), out / "model", shard_bytes=SHARD_BYTES)
     beside = out / "model" / "training"
     beside.mkdir(exist_ok=True)
     for name in BESIDE_THE_MODEL:

@@ -169,6 +169,14 @@ def _package_of(path: str, root: str) -> str:
     return os.path.relpath(path, root).split(os.sep)[0]
 
 
+def _name_of(path: str) -> str:
+    """A path without the machine's part of it: from its package, or from ``python3.x``, on."""
+    for marker in ("/site-packages/", "/dist-packages/", "/lib/"):
+        if marker in path:
+            return path.rsplit(marker, 1)[1] if marker != "/lib/" else path.split(marker, 1)[1]
+    return path
+
+
 def select_files(files: list[SourceFile], settings: CorpusSettings) -> list[SourceFile]:
     """The files of the training set, each as often as its weight says, in training order.
 
@@ -255,7 +263,7 @@ def build(
         ]
         examined = [job.result() for job in jobs]
         files = select_files([f for good, _ in examined for f in good], settings)
-        copies = sorted(path for _, found in examined for path in found)
+        copies = sorted(_name_of(path) for _, found in examined for path in found)
         if not files:
             raise ValueError("the corpus is empty: no usable .py file under its roots")
         say(f"corpus: {len(files):,} of {len(candidates):,} files, {len(copies)} share a passage")
