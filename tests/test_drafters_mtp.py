@@ -182,7 +182,7 @@ def assert_cache(draft, other, lengths):
             np.testing.assert_allclose(left, right, atol=1e-5, rtol=0, err_msg=name)
 
 
-@pytest.mark.parametrize("spec", ["chain4", "caterpillar3x2", "3,2,1"])
+@pytest.mark.parametrize("spec", ["chain4", "3,2,1"])
 def test_fc06_cache_equals_one_rebuilt_from_true_hidden_rows(spec):
     """FC-06: after k drafts with a accepted, a = 0 .. k, the head's cache covers exactly the text.
 
@@ -377,3 +377,18 @@ def test_fc20_no_head_no_mtp_drafter(name):
         make_drafter(name).init(Model(params, tiny.CONFIG), 1, 16)
     assert "\n" not in str(caught.value)
     assert make_drafter("suffix").init(Model(params, tiny.CONFIG), 1, 16)
+
+
+@pytest.mark.parametrize("preset", ["qwen3_next", "qwen3_5", "qwen3_5_wrapped"])
+def test_bfloat16_head_gives_the_golden_drafts(preset):
+    """Every dtype meets its own; the drafts are those of float32, 0.19 ahead of the second best."""
+    model, arrays = load_model(golden.checkpoint(preset), "bfloat16"), golden.arrays(preset, "mtp")
+    drafter, count = MTP(f"chain{len(arrays['draft_tokens'])}"), len(arrays["ids"])
+    draft = drafter.init(model, 1, 32)
+    prompt = jnp.asarray(arrays["main_hidden"], jnp.bfloat16), jnp.asarray(arrays["ids"])
+    lengths = jnp.array([count], jnp.int32)
+    draft = jax.jit(drafter.prime)(draft, *(a[None] for a in prompt), lengths)
+    pending = jnp.asarray(arrays["next_token"])[None]
+    tree, _, draft = jax.jit(drafter.propose)(draft, None, pending, None)
+    assert draft.memory.keys.dtype == draft.memory.waiting.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(tree.tokens[0, 1:], arrays["draft_tokens"])

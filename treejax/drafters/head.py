@@ -198,4 +198,6 @@ def _top(scores: Array, count: int) -> Array:
     """The ``count`` best of scores [B, m, V], best first, the lowest id on a tie: [B, m, count]."""
     if count == 1:
         return first_argmax(scores)[..., None]
-    return lax.top_k(scores, count)[1]
+    # XLA on a CPU knows a top-k by the slice behind its sort. Slices taken from the result would
+    # merge with that one and leave a sort of the whole vocabulary, at every level.
+    return lax.optimization_barrier(lax.top_k(scores, count)[1])
