@@ -220,6 +220,23 @@ def test_fc12_inactive_rows(policy, live):
                 assert_same_bytes(state, start, b)
 
 
+def test_fc12_rows_past_the_length_are_never_read():
+    """FC-12: other numbers in all rows past a sequence's length leave every bit as it was."""
+    _, state = run.prefilled("replay")
+    past = np.arange(run.ROWS + 1) >= np.array(run.PROMPTS)[:, None]
+    past = jnp.asarray(past)[None, :, :, None, None]
+    used = state.replace(
+        keys=jnp.where(past, 30.0, state.keys), values=jnp.where(past, -30.0, state.values)
+    )
+    tree = Tree.from_parents([range(4)] * 4, [[-1, 0, 0, 1]] * 4, run.CAPACITY, run.MAX_DEPTH)
+    for step in (
+        lambda start: verify(run.model(), start, tree)[0].logits[:, :4],
+        lambda start: feed(start, [[1, 2, 3]] * run.BATCH)[0].logits,
+    ):
+        clean, dirty = (np.asarray(step(start)) for start in (state, used))
+        np.testing.assert_array_equal(clean.view(np.uint32), dirty.view(np.uint32))
+
+
 def test_fc12_what_does_not_fit_is_refused_before_the_call():
     """FC-12: no write is clamped onto committed rows; each refusal is one line."""
     model, rows = run.model(), 20
