@@ -42,6 +42,7 @@ def test_hydra27_roles():
         ("caterpillar3x1", [-1, 0, 1, 2]),
         ("3,2,1", [-1, 0, 0, 0, 1, 1, 2, 2, 3, 3, 4, 5, 6, 7, 8, 9]),
         ("2", [-1, 0, 0]),
+        ("hydra8", [-1, 0, 1, 2, 3, 4, 5, 6, 7]),
         ("hydra2x2+2", [-1, 0, 0, 1, 1, 3, 5]),
         ("hydra2x2+2/3", [-1, 0, 0, 1, 1, 2, 3, 5, 6, 7]),
         ("hydra1x3+0/1,2", [-1, 0, 0, 0, 2, 3, 5]),
@@ -58,7 +59,9 @@ def test_shapes(spec, parents):
     assert sorted(tree.depths) == list(tree.depths), "breadth-first"
 
 
-@pytest.mark.parametrize("spec", ["hydra27", "chain5", "caterpillar5x3", "hydra4x2+3/2", "best9x4"])
+@pytest.mark.parametrize(
+    "spec", ["hydra27", "hydra8", "chain5", "caterpillar5x3", "hydra4x2+3/2", "best9x4"]
+)
 def test_a_name_names_the_same_tree_again(spec):
     assert parse(spec).name == spec
     assert parse(parse(spec).name) == parse(spec)
@@ -67,7 +70,7 @@ def test_a_name_names_the_same_tree_again(spec):
 @pytest.mark.parametrize(
     "spec, message",
     [
-        ("hydra28", "unknown, expected hydra27, chainK"),
+        ("hydra28", "unknown, expected hydra27, hydra8, chainK"),
         ("", "unknown"),
         ("chain0", "unknown"),
         ("3,,1", "unknown"),

@@ -209,7 +209,7 @@ def _widths(name: str, widths: tuple[int, ...]) -> StaticTree:
     return StaticTree(name, tuple(parents))
 
 
-NAMED = {"hydra27": (5, 3, 6, (4, 2))}  # spine, width, tail, rescue
+NAMED = {"hydra27": (5, 3, 6, (4, 2)), "hydra8": (4, 1, 4, ())}  # spine, width, tail, rescue
 _NUMBER = r"([1-9]\d{0,3})"
 _CHAIN = re.compile(f"chain{_NUMBER}")
 _CATERPILLAR = re.compile(f"caterpillar{_NUMBER}x{_NUMBER}")
