@@ -108,7 +108,7 @@ def test_fc21_wrong_inputs_move_the_logits(preset, mistake):
     assert moved > 100 * golden.TOLERANCE
 
 
-@pytest.mark.parametrize("preset", ["qwen3_next", "qwen3_5", "qwen3_5_wrapped"])
+@pytest.mark.parametrize("preset", ["qwen3_5_wrapped"])
 def test_bfloat16_head_gives_the_golden_drafts(preset):
     """Every dtype meets its own; the drafts are those of float32, 0.19 ahead of the second best."""
     model, arrays = load_model(golden.checkpoint(preset), "bfloat16"), golden.arrays(preset, "mtp")
