@@ -237,7 +237,8 @@ def causal_convolution(inputs: Array, taps: Array, rows: int) -> Array:
     """Depthwise convolution of [B, K-1+rows, C] by shifted sums, float32: [B, rows, C]."""
     width = taps.shape[0]
     inputs, taps = inputs.astype(jnp.float32), taps.astype(jnp.float32)
-    return sum(inputs[:, j : j + rows] * taps[None, None, j] for j in range(width))
+    shifted = (inputs[:, j : j + rows] * taps[None, None, j] for j in range(width))
+    return functools.reduce(jnp.add, shifted)
 
 
 def shift_history(history: Array, inputs: Array, count: Array) -> Array:

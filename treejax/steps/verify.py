@@ -91,7 +91,7 @@ def _tree_mixing(state: State, topology: Topology) -> Mixing:
         full = jnp.concatenate([state.conv[i], inputs], axis=1).astype(jnp.float32)
         taps = taps.astype(jnp.float32)
         window = jnp.einsum("bnkm,bmc->kbnc", chosen, full, precision=HIGHEST)
-        return sum(window[tap] * taps[tap][None, None] for tap in range(width))
+        return functools.reduce(jnp.add, (window[j] * taps[None, None, j] for j in range(width)))
 
     def delta(i: int, operands: Operands) -> tuple[Array, Any]:
         return scan(jax.tree.map(lambda leaf: leaf[i], state.recurrent), operands, topology)
