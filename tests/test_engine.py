@@ -284,7 +284,7 @@ def test_fc26_the_default_drafter_is_one_that_the_model_can_have():
     made = complete(byte_model.model(mtp=False), PROMPT, max_tokens=0)
     assert (made.stats.drafter, made.stats.tree) == ("suffix", "best16x8")
     made = complete(byte_model.model(), PROMPT, max_tokens=0)
-    assert (made.stats.drafter, made.stats.tree) == ("mtp+suffix", "hydra27")
+    assert (made.stats.drafter, made.stats.tree) == ("mtp+suffix", "hydra8")
     with pytest.raises(ValueError, match="no drafter to fill it"):
         complete(byte_model.model(), PROMPT, drafter=None, tree="chain3")
 

@@ -56,7 +56,7 @@ def test_the_text_shows_every_number_with_its_formula():
     stats.tokens, stats.prefill_s, stats.decode_s, stats.compile_s = 13, 0.5, 4.0, 2.25
     stats.state_bytes, stats.scratch_bytes = 3 * 2**20, 2**19
     stats.policy, stats.drafter, stats.tree, stats.device = "wy", "mtp", "hydra27", "cpu"
-    text = stats_text(stats, 23, make_drafter("mtp+suffix"), "float32", "equal 13/13")
+    text = stats_text(stats, 23, make_drafter("mtp+suffix", "hydra27"), "float32", "equal 13/13")
     assert text == (
         "prompt      23 tok   prefill 46.0 tok/s   first token 500 ms   "
         "compile 2.2 s (not in rates)\n"

@@ -29,7 +29,7 @@ CACHE_ROWS = 256
 """States are allocated in multiples of this, so that nearby lengths share compiled programs."""
 
 DEFAULT_POLICY = "wy"
-DEFAULT_DRAFTER, DEFAULT_TREE = "mtp+suffix", "hydra27"
+DEFAULT_DRAFTER, DEFAULT_TREE = "mtp+suffix", "hydra8"
 """What drafts unless asked otherwise, where the model has an MTP head; "suffix" elsewhere."""
 
 

@@ -42,7 +42,7 @@ class HybridMemory(struct.PyTreeNode):
 class MTPSuffix(Shaped):
     """A hydra: spine and runners-up by the MTP head, tail and rescue chains by prompt lookup."""
 
-    tree: str | StaticTree | Best = "hydra27"
+    tree: str | StaticTree | Best = "hydra8"
     lookup: Lookup = Lookup()
 
     name: ClassVar[str] = "mtp+suffix"
