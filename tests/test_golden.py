@@ -14,6 +14,7 @@ import pytest
 import random_trees
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle import path_to
 from oracle_model import OracleModel
 from stepping import Surfaces, choose, decode, oracle_row
 
@@ -184,7 +185,7 @@ def test_tree(preset, policy):
         close(out.hidden[b, : len(order)], arrays["last_hidden"][order])
 
     # Sequence b publishes the path to node b of the stored tree, whatever row it lies in.
-    targets = [_path(parents, node) for node in range(BATCH)]
+    targets = [path_to(parents, node) for node in range(BATCH)]
     rows = [np.argsort(order)[path] for order, path in zip(orders, targets, strict=True)]
     published = publish(model, state, tree, scratch, choose(rows, MAX_DEPTH))
     check_published(arrays, Surfaces(published), targets, len(prefix))
@@ -214,10 +215,6 @@ def check_published(arrays, surfaces, targets, prefix):
                 close(ours[: prefix + len(path)], np.concatenate([old, new]), err_msg=name)
 
 
-def _path(parents, node):
-    return [node] if parents[node] < 0 else [*_path(parents, parents[node]), node]
-
-
 @policies
 @settings(max_examples=4)
 @given(
@@ -242,7 +239,7 @@ def test_two_steps_of_random_trees_against_the_oracle(policy, first, second, see
             close(out.logits[b, : len(parents)], [run.logits[-1] for run in runs])
             close(out.hidden[b, : len(parents)], [run.hidden[-1] for run in runs])
             caches[b] = runs[last[b]].cache
-        paths = [_path(parents, node) for parents, node in zip(lists, last, strict=True)]
+        paths = [path_to(parents, node) for parents, node in zip(lists, last, strict=True)]
         state = publish(model, state, tree, scratch, choose(paths, MAX_DEPTH))
         surfaces = Surfaces(state)
         for b, cache in enumerate(caches):
