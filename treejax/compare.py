@@ -4,8 +4,8 @@
     python -m treejax.compare configs/prompts/beartype.toml --max-tokens 48 --together
 
 Decodes the prompts with every arm, greedily and sampled (temperature 0.8, top-p 0.95), and compares
-tokens and published states. The table goes to stdout; exit status 1 if an arm differs. ``--time``
-also measures speeds, of arms that agree only.
+tokens and published states. The table goes to stdout; exit status 1 if an arm differs. ``--time
+[ARM]`` also measures speeds, of arms that agree only.
 """
 
 import argparse
@@ -26,10 +26,12 @@ from treejax.cli.arms import DRAFTS, MODES, Arm, Row, Task, make_arms, pool_rate
 from treejax.cli.cache import use_compilation_cache
 from treejax.cli.guard import Parser, run_command, say
 from treejax.cli.passages import read_passages
+from treejax.engine import DEFAULT_DRAFTER, DEFAULT_POLICY, DEFAULT_TREE
 from treejax.policies import REGISTRY as POLICIES
 from treejax.requests import make_requests
 
 NAME = "treejax.compare"
+DEFAULT_ARM = Arm(DEFAULT_POLICY, DEFAULT_DRAFTER, DEFAULT_TREE).name
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -59,9 +61,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--time",
         action="append",
+        nargs="?",
+        const=DEFAULT_ARM,
         default=[],
         metavar="ARM",
-        help="time this arm too, such as wy/mtp+suffix:hydra27",
+        help=f"time this arm too; may be given several times; alone it means {DEFAULT_ARM}",
     )
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="of timing, default 3")
     parser.add_argument(
