@@ -1,13 +1,11 @@
 """The loop: seeds, stops, budgets, compilation; FC-16, FC-17, FC-18, FC-20, FC-23, FC-26."""
 
-import dataclasses
 import functools
 from collections import Counter
 from contextlib import contextmanager
 
 import byte_model
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from stepping import Surfaces, assert_consistent, choose
@@ -338,37 +336,3 @@ def test_fc23_all_that_a_rollback_needs_stays_readable():
         np.asarray(leaf)  # raises if deleted
     for leaf in jax.tree.leaves(model.params):
         assert not leaf.is_deleted()  # the loop gave its drafters references to these
-
-
-# prompts
-
-
-def test_fc10_prompts_that_cannot_be_served_are_refused_in_one_line():
-    """FC-10: an empty prompt, a token outside the vocabulary, text without a tokenizer."""
-    model = byte_model.model()
-    for prompts, message in [
-        ("", "prompt 0 is empty"),
-        ([[1], []], "prompt 1 is empty"),
-        ([1, 258], "holds token 258, expected 0..257"),
-        ([], "no prompt was given"),
-    ]:
-        with pytest.raises(ValueError, match=message) as caught:
-            complete(model, prompts)
-        assert "\n" not in str(caught.value)
-    mute = dataclasses.replace(model, tokenizer=None)
-    with pytest.raises(ValueError, match="no tokenizer: pass token ids"):
-        complete(mute, "text")
-    with pytest.raises(ValueError, match="stop strings need a tokenizer"):
-        complete(mute, [1, 2], stop=["x"])
-    with pytest.raises(ValueError, match="max_tokens is -1"):
-        complete(model, "x", max_tokens=-1)
-    with pytest.raises(ValueError, match="a stop string is empty"):
-        complete(model, "x", stop=[""])
-
-
-def test_fc10_no_hidden_tokens_are_added_to_a_prompt():
-    """FC-10: the request holds the prompt's own tokens and nothing else."""
-    (served,) = make_requests(byte_model.model(), ["ab"], 1, ())
-    assert served.prompt == byte_model.tokenizer().encode("ab").ids and len(served.prompt) == 2
-    (served,) = make_requests(byte_model.model(), [jnp.array([3, 4])], 1, ())
-    assert served.prompt == [3, 4]

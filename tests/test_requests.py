@@ -1,0 +1,41 @@
+"""Requests: which prompts are served, and as what tokens; FC-10."""
+
+import dataclasses
+
+import byte_model
+import jax.numpy as jnp
+import pytest
+
+from treejax.engine import complete
+from treejax.requests import make_requests
+
+
+def test_fc10_prompts_that_cannot_be_served_are_refused_in_one_line():
+    """FC-10: an empty prompt, a token outside the vocabulary, text without a tokenizer."""
+    model = byte_model.model()
+    for prompts, message in [
+        ("", "prompt 0 is empty"),
+        ([[1], []], "prompt 1 is empty"),
+        ([1, 258], "holds token 258, expected 0..257"),
+        ([], "no prompt was given"),
+    ]:
+        with pytest.raises(ValueError, match=message) as caught:
+            complete(model, prompts)
+        assert "\n" not in str(caught.value)
+    mute = dataclasses.replace(model, tokenizer=None)
+    with pytest.raises(ValueError, match="no tokenizer: pass token ids"):
+        complete(mute, "text")
+    with pytest.raises(ValueError, match="stop strings need a tokenizer"):
+        complete(mute, [1, 2], stop=["x"])
+    with pytest.raises(ValueError, match="max_tokens is -1"):
+        complete(model, "x", max_tokens=-1)
+    with pytest.raises(ValueError, match="a stop string is empty"):
+        complete(model, "x", stop=[""])
+
+
+def test_fc10_no_hidden_tokens_are_added_to_a_prompt():
+    """FC-10: the request holds the prompt's own tokens and nothing else."""
+    (served,) = make_requests(byte_model.model(), ["ab"], 1, ())
+    assert served.prompt == byte_model.tokenizer().encode("ab").ids and len(served.prompt) == 2
+    (served,) = make_requests(byte_model.model(), [jnp.array([3, 4])], 1, ())
+    assert served.prompt == [3, 4]
