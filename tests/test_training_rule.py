@@ -1,52 +1,43 @@
 """The training rule and loss against the recurrence token by token, gradients included."""
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 
-from treejax import parameters
-from treejax.config import ModelConfig
+import treejax
 from treejax.delta_rule import Operands, chunked
-from treejax.layers import l2_normalise, look_up
+from treejax.layers import look_up
+from treejax.model import Model
+from treejax.mtp import mtp_forward
+from treejax.state import init_state
 from treejax.training import loss, rule
 
-TINY = ModelConfig(
-    family="qwen3_5",
-    vocab_size=300,
-    hidden_size=32,
-    layer_types=("linear_attention", "full_attention"),
-    intermediate_size=48,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=16,
-    linear_num_key_heads=1,
-    linear_num_value_heads=2,
-    linear_key_head_dim=16,
-    linear_value_head_dim=16,
-    rotary_dim=4,
-    rope_theta=1e4,
-    tie_word_embeddings=True,
-    mtp_num_hidden_layers=1,
-    eos_token_ids=(0,),
-)
+TINY = dataclasses.replace(tiny.CONFIG, vocab_size=300, tie_word_embeddings=True)
 
 
-def random_operands(rows: int, dk: int = 16, dv: int = 24) -> Operands:
-    """Two windows, two key heads, four value heads; strong writes, weak and strong decay."""
-    keys = jax.random.split(jax.random.key(3), 6)
-    q = jax.random.normal(keys[0], (2, rows, 2, dk))
+@functools.cache
+def random_operands() -> Operands:
+    """Two windows of three chunks, two key heads, four value heads; weak and strong decay."""
+    rows, dk, dv = 192, 16, 24
+    random = np.random.default_rng(3)
+    q = random.standard_normal((2, rows, 2, dk))
     # A common part makes keys correlated, which is where a bad inverse shows.
-    k = jax.random.normal(keys[1], (2, rows, 2, dk)) + jax.random.normal(keys[5], (2, 1, 2, dk))
-    g = -jnp.exp(jax.random.uniform(keys[3], (2, rows, 4), minval=-7.0, maxval=1.0))
-    return Operands(
-        q=l2_normalise(q) * dk**-0.5,
-        k=l2_normalise(k),
-        v=jax.random.normal(keys[2], (2, rows, 4, dv)),
-        g=g,
-        alpha=jnp.exp(g),
-        beta=jax.nn.sigmoid(2.0 * jax.random.normal(keys[4], (2, rows, 4))),
-    )
+    k = random.standard_normal((2, rows, 2, dk)) + random.standard_normal((2, 1, 2, dk))
+    g = -np.exp(random.uniform(-7.0, 1.0, (2, rows, 4)))
+    values = {
+        "q": q / np.linalg.norm(q, axis=-1, keepdims=True) * dk**-0.5,
+        "k": k / np.linalg.norm(k, axis=-1, keepdims=True),
+        "v": random.standard_normal((2, rows, 4, dv)),
+        "g": g,
+        "alpha": np.exp(g),
+        "beta": 1 / (1 + np.exp(-2.0 * random.standard_normal((2, rows, 4)))),  # strong writes
+    }
+    return Operands(**{name: jnp.asarray(value, jnp.float32) for name, value in values.items()})
 
 
 def token_by_token(x: Operands) -> jax.Array:
@@ -69,19 +60,27 @@ def relative(a, b) -> float:
     return float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b))
 
 
+def outputs_and_gradients(function):
+    """Outputs, and the gradients of a nonlinear sum of them."""
+    operands = random_operands()
+    weights = np.random.default_rng(9).standard_normal(operands.v.shape).astype(np.float32)
+
+    def total(x):
+        out = function(x)
+        return jnp.sum(weights * jnp.sin(3.0 * out)), out
+
+    (_, out), grads = jax.jit(jax.value_and_grad(total, has_aux=True))(operands)
+    return out, grads
+
+
+@functools.cache
+def recurrence():
+    return outputs_and_gradients(token_by_token)
+
+
 def test_rule_equals_recurrence_with_gradients():
-    operands = random_operands(192)
-    weights = jax.random.normal(jax.random.key(9), operands.v.shape)
-
-    def outputs_and_gradients(function):
-        def total(x):
-            out = function(x)
-            return jnp.sum(weights * jnp.sin(3.0 * out)), out
-
-        return jax.jit(jax.value_and_grad(total, has_aux=True))(operands)
-
-    (_, out), grads = outputs_and_gradients(lambda x: rule.delta_windows(x, jnp.float32))
-    (_, expected), wanted = outputs_and_gradients(token_by_token)
+    out, grads = outputs_and_gradients(lambda x: rule.delta_windows(x, jnp.float32))
+    expected, wanted = recurrence()
     # Both are float32 with different orders of summation over 192 rows; 5e-7 was measured.
     assert relative(out, expected) < 5e-6
     for name in ("q", "k", "v", "g", "beta"):
@@ -89,18 +88,16 @@ def test_rule_equals_recurrence_with_gradients():
 
 
 def test_rule_in_bfloat16_stays_near():
-    operands = random_operands(128)
-    out = rule.delta_windows(operands, jnp.bfloat16)
+    out = jax.jit(rule.delta_windows, static_argnums=1)(random_operands(), jnp.bfloat16)
     # Operands carry 8 bits: 2^-9 each, amplified by the inverse of correlated keys.
-    assert relative(out, token_by_token(operands)) < 0.02
+    assert relative(out, recurrence()[0]) < 0.02
 
 
-def test_rule_equals_the_prompt_rule():
-    operands = random_operands(128, dk=16, dv=16)
-    heads = operands.v.shape[2]
-    R = jnp.zeros((2, heads, 16, 16))
-    expected = jax.vmap(chunked)(R, operands)[0]
-    assert relative(rule.delta_windows(operands, jnp.float32), expected) < 5e-6
+def test_prompt_rule_equals_the_recurrence_too():
+    operands = random_operands()
+    R = jnp.zeros((2, operands.v.shape[2], operands.v.shape[-1], operands.k.shape[-1]))
+    out = jax.jit(jax.vmap(chunked))(R, operands)[0]
+    assert relative(out, recurrence()[0]) < 5e-6
 
 
 def test_inverse_of_correlated_system_is_accurate():
@@ -113,8 +110,9 @@ def test_inverse_of_correlated_system_is_accurate():
 
 
 def test_inverse_gradient():
-    L = jnp.tril(jax.random.normal(jax.random.key(0), (16, 16)), -1) * 0.3
-    weights = jax.random.normal(jax.random.key(1), (16, 16))
+    random = np.random.default_rng(0)
+    L = np.tril(0.3 * random.standard_normal((16, 16)), -1).astype(np.float32)
+    weights = random.standard_normal((16, 16)).astype(np.float32)
 
     def ours(L):
         return jnp.sum(weights * rule.invert_unit_lower(L, jax.lax.Precision.HIGHEST))
@@ -123,14 +121,16 @@ def test_inverse_gradient():
         return jnp.sum(weights * jnp.linalg.inv(jnp.eye(16) + jnp.tril(L, -1)))
 
     # Float32 inverses of a 16 x 16 matrix of condition about 10.
-    np.testing.assert_allclose(jax.grad(ours)(L), jax.grad(library)(L), rtol=1e-4, atol=1e-4)
+    got, wanted = (jax.jit(jax.grad(f))(L) for f in (ours, library))
+    np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_embedding_gradient_equals_indexing(dtype):
-    table = jax.random.normal(jax.random.key(0), (11, 6)).astype(dtype)
+    random = np.random.default_rng(0)
+    table = jnp.asarray(random.standard_normal((11, 6)), dtype)
     tokens = jnp.array([[1, 1, 5], [10, 0, 1]])
-    weights = jax.random.normal(jax.random.key(1), (2, 3, 6)).astype(dtype)
+    weights = jnp.asarray(random.standard_normal((2, 3, 6)), dtype)
     ours = jax.grad(lambda t: jnp.sum((look_up(t, tokens) * weights).astype(jnp.float32)))(table)
     wanted = jax.grad(lambda t: jnp.sum((t[tokens] * weights).astype(jnp.float32)))(table)
     # Token 1 sums three rows: one rounding against two of the scatter.
@@ -141,23 +141,30 @@ def test_embedding_gradient_equals_indexing(dtype):
 
 
 def test_loss_terms_equal_the_model_s_own_scores():
-    import treejax
-    from treejax.model import Model
-    from treejax.mtp import mtp_forward
-
-    params = parameters.init(TINY, jax.random.key(0))
-    tokens = jax.random.randint(jax.random.key(1), (2, 64 + loss.AHEAD), 0, TINY.vocab_size)
-    total, losses = loss.window_loss(TINY, params, tokens, (0.3, 0.15), jnp.float32, "xla")
-    expected = -treejax.score(Model(params, TINY), tokens[:, :65], np.array([65, 65])).mean()
+    params = tiny.random_params(TINY)
+    random = np.random.default_rng(1)
+    tokens = random.integers(TINY.vocab_size, size=(2, 64 + loss.AHEAD), dtype=np.int32)
+    measure = jax.jit(loss.window_loss, static_argnums=(0, 3, 4, 5))
+    total, losses = measure(TINY, params, tokens, (0.3, 0.15), jnp.float32, "xla")
+    model, decoded, lengths = Model(params, TINY), tokens[:, :65], np.array([65, 65], np.int32)
+    expected = -treejax.score(model, decoded, lengths).mean()
     # Float32 through two layers, summed in another order.
     np.testing.assert_allclose(losses.main, expected, rtol=2e-5)
 
-    hidden = loss.window_hidden(TINY, params, tokens[:, :64], "xla")
-    first, _ = mtp_forward(TINY, params, hidden, tokens[:, 1:65])
-    second, _ = mtp_forward(TINY, params, first, tokens[:, 2:66])
-    for rows, ahead, measured in ((first, 2, losses.mtp), (second, 3, losses.chained)):
-        logp = jax.nn.log_softmax(rows @ params["embed"].T)
-        picked = jnp.take_along_axis(logp, tokens[:, ahead : ahead + 64, None], axis=-1)
-        np.testing.assert_allclose(measured, -picked.mean(), rtol=2e-5)
+    @jax.jit
+    def head_losses(params, hidden, tokens):
+        """Mean negative log-likelihoods of the head's two passes, from decoding's own head."""
+        means = []
+        for ahead in (2, 3):
+            hidden, _ = mtp_forward(TINY, params, hidden, tokens[:, ahead - 1 : ahead + 63])
+            logp = jax.nn.log_softmax(hidden @ params["embed"].T)
+            picked = jnp.take_along_axis(logp, tokens[:, ahead : ahead + 64, None], axis=-1)
+            means.append(-picked.mean())
+        return means
+
+    state = init_state(TINY, 2, 65, jnp.float32)
+    hidden = treejax.prefill(model, state, decoded, lengths, hidden="all")[0].hidden
+    first, second = head_losses(params, hidden[:, :64], tokens)
+    np.testing.assert_allclose([losses.mtp, losses.chained], [first, second], rtol=2e-5)
     expected = losses.main + 0.3 * losses.mtp + 0.15 * losses.chained
     np.testing.assert_allclose(total, expected, rtol=1e-6)

@@ -3,6 +3,8 @@
 import functools
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from treejax import parameters
 from treejax.config import FULL, LINEAR, ModelConfig
@@ -25,6 +27,17 @@ CONFIG = ModelConfig(
     max_position_embeddings=512,
     mtp_num_hidden_layers=1,
 )
+
+
+def random_params(config, seed=0):
+    """Random values in every leaf, norms and gates too; made by NumPy, so nothing is compiled."""
+    random = np.random.default_rng(seed)
+
+    def fill(leaf):
+        scale = 0.2 if len(leaf.shape) == 1 else leaf.shape[-2] ** -0.5
+        return jnp.asarray(scale * random.standard_normal(leaf.shape), leaf.dtype)
+
+    return jax.tree.map(fill, parameters.abstract(config))
 
 
 @functools.cache

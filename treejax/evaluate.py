@@ -12,7 +12,9 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +24,19 @@ from rich.console import Console
 from rich.table import Table
 
 from treejax.checkpoint import load_model
+from treejax.cli.cache import use_compilation_cache
+from treejax.cli.guard import Parser, run_command
 from treejax.delta_rule import CHUNK
 from treejax.model import Model
 from treejax.training import measures
 from treejax.training.loss import attention_kernel
 from treejax.training.wheels import read_modules
 
+NAME = "treejax.evaluate"
 
-def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "python -m treejax.evaluate", description=(__doc__ or "").split("\n")[0]
-    )
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = Parser(f"python -m {NAME}", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--wheel", required=True, help="wheel whose non-test modules are scored")
     parser.add_argument("--checkpoint", help="model folder; default: the model that ships")
     parser.add_argument("--limit-mb", type=float, help="score random files up to so many MB")
@@ -45,6 +49,12 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.window % CHUNK or not 0 < options.stride <= options.window:
         parser.error(f"--window must be a multiple of {CHUNK}, and --stride at most --window")
+    if options.prefixes < 0:
+        parser.error("--prefixes must be 0 or more")
+    for name in ("batch", "limit_mb"):
+        value = getattr(options, name)
+        if value is not None and value <= 0:
+            parser.error(f"--{name.replace('_', '-')} must be above 0")
     return options
 
 
@@ -83,6 +93,9 @@ def evaluate(model: Model, texts: dict[str, str], options: argparse.Namespace) -
     with ThreadPoolExecutor(1) as thread:
         packing = thread.submit(measures.xz_bits, texts.values())
         files = encode_files(model, list(texts.values()))
+        prefixes = None
+        if options.prefixes and config.mtp_num_hidden_layers:
+            prefixes = measures.true_prefixes(files, options.prefixes, seed=0)
         bits = measures.bits_by_file(
             config,
             params,
@@ -109,8 +122,7 @@ def evaluate(model: Model, texts: dict[str, str], options: argparse.Namespace) -
         "dtype": str(model.dtype),
         "device": jax.devices()[0].device_kind,
     }
-    if options.prefixes and config.mtp_num_hidden_layers:
-        prefixes = measures.true_prefixes(files, options.prefixes, seed=0)
+    if prefixes is not None:
         batch = min(len(prefixes), 4 * batch)
         after, generating = measures.chain_acceptance(
             config, params, prefixes, batch=batch, kernel=kernel
@@ -146,20 +158,21 @@ def show(result: dict[str, Any], wheel: str) -> None:
     Console().print(table)
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     options = parse_arguments(arguments)
-    try:
+    use_compilation_cache()
+    with ExitStack() as files:
+        report = None
+        if options.json is not None:  # opened first: a wrong path costs no evaluation
+            report = files.enter_context(open(options.json, "w", encoding="utf-8"))
         texts = choose_files(read_modules(options.wheel), options.limit_mb)
         model = load_model(options.checkpoint, dtype=options.dtype)
         result = evaluate(model, texts, options)
-    except ValueError as error:
-        Console(stderr=True).print(f"treejax.evaluate: {error}", soft_wrap=True, markup=False)
-        return 2
-    show(result, options.wheel)
-    if options.json:
-        Path(options.json).write_text(json.dumps(result, indent=1) + "\n")
+        show(result, options.wheel)
+        if report is not None:
+            report.write(json.dumps(result, indent=1) + "\n")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_command(NAME, main, sys.argv[1:]))

@@ -108,18 +108,22 @@ def restore_checkpoint(directory: str | Path, target: Any, step: int | None = No
             asked[name] = _abstract(leaf)
     loaded: Any = ocp.load(str(path), asked)
     leaves = [_revive(records[name], leaf, loaded.get(name)) for name, leaf in wanted.items()]
-    later = max((n for n in unfinished if n > step), default=None)
-    note = (
-        None
-        if later is None
-        else (f"step {later} in {directory} was not completed, using step {step}")
-    )
-    return Restored(step, jax.tree.unflatten(jax.tree.structure(target), leaves), note)
+    tree = jax.tree.unflatten(jax.tree.structure(target), leaves)
+    return Restored(step, tree, unfinished_note(directory, step))
 
 
 def latest_step(directory: str | Path) -> int | None:
     """The last complete step, or None."""
     return max(_scan(Path(directory))[0], default=None)
+
+
+def unfinished_note(directory: str | Path, step: int | None) -> str | None:
+    """One line for the user if a step later than ``step`` (None: any) was left unfinished."""
+    later = max((n for n in _scan(Path(directory))[1] if step is None or n > step), default=None)
+    if later is None:
+        return None
+    instead = "there is no earlier one" if step is None else f"using step {step}"
+    return f"step {later} in {directory} was not completed, {instead}"
 
 
 def _scan(directory: Path) -> tuple[set[int], dict[int, list[Path]]]:

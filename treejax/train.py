@@ -14,7 +14,7 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,20 +26,21 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer
 
 from treejax.checkpoint import save_model
+from treejax.cli.cache import use_compilation_cache
+from treejax.cli.guard import Parser, run_command
 from treejax.model import Model
 from treejax.training import checkpoints, corpus, loop
 from treejax.training.batches import Batches
 from treejax.training.loss import AHEAD, cast_params
 from treejax.training.settings import TrainSettings, read_settings
 
+NAME = "treejax.train"
 SHARD_BYTES = 12_000_000  # halves of the shipped model: hosts of code refuse much larger files
 BESIDE_THE_MODEL = ("config.toml", "log.jsonl", "command.txt")
 
 
-def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "python -m treejax.train", description=(__doc__ or "").split("\n")[0]
-    )
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = Parser(f"python -m {NAME}", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("config", help="training configuration, TOML")
     parser.add_argument("--out", required=True, help="folder of the run")
     parser.add_argument("--resume", action="store_true", help="continue the run in --out")
@@ -50,23 +51,22 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     options = parse_arguments(arguments)
+    settings = prepare_folder(options, arguments)
+    use_compilation_cache()
     stopper = Stopper()
     console = Console(stderr=True)
     try:
-        train(options, arguments, console, stopper)
+        train(settings, options, console, stopper)
     except loop.Stopped:
         resume = [a for a in arguments if a != "--resume"] + ["--resume"]
         console.print(
-            f"stopped and saved; to go on: python -m treejax.train {shlex.join(resume)}",
+            f"stopped and saved; to go on: python -m {NAME} {shlex.join(resume)}",
             soft_wrap=True,
             markup=False,
         )
         return 128 + stopper.signal
-    except ValueError as error:
-        console.print(f"treejax.train: {error}", soft_wrap=True, markup=False)
-        return 2
     return 0
 
 
@@ -87,7 +87,7 @@ class Stopper:
         return self.signal != 0
 
 
-def prepare_folder(options: argparse.Namespace, arguments: list[str]) -> TrainSettings:
+def prepare_folder(options: argparse.Namespace, arguments: Sequence[str]) -> TrainSettings:
     """Read and check the settings, and write or compare the run folder's own copy."""
     settings = read_settings(options.config)
     if options.seconds is not None:
@@ -105,14 +105,13 @@ def prepare_folder(options: argparse.Namespace, arguments: list[str]) -> TrainSe
     out.mkdir(parents=True, exist_ok=True)
     copy.write_text(text, encoding="utf-8")
     with (out / "command.txt").open("a", encoding="utf-8") as file:
-        file.write(f"python -m treejax.train {shlex.join(arguments)}\n")
+        file.write(f"python -m {NAME} {shlex.join(arguments)}\n")
     return settings
 
 
 def train(
-    options: argparse.Namespace, arguments: list[str], console: Console, stopper: Stopper
+    settings: TrainSettings, options: argparse.Namespace, console: Console, stopper: Stopper
 ) -> None:
-    settings = prepare_folder(options, arguments)
     out = Path(options.out)
 
     def say(text: str) -> None:
@@ -134,7 +133,9 @@ def train(
         step = threads.submit(loop.compile_step, settings)
         step.add_done_callback(lambda _: say("compiled"))
         saved = checkpoints.Checkpoints(out / "checkpoints")
-        if options.resume and saved.has_any():
+        if note := saved.note():
+            say(note)
+        if saved.has_any():
             state, progress = saved.load(settings)
             say(f"resuming after step {progress.step:,}")
         else:
@@ -233,4 +234,4 @@ def export(settings: TrainSettings, masters: dict, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_command(NAME, main, sys.argv[1:]))

@@ -111,7 +111,9 @@ def true_prefixes(files: list[np.ndarray], count: int, seed: int) -> np.ndarray:
     """Random stretches of ``PREFIX`` tokens, a file drawn first and then a place: [count, 512]."""
     long = [ids for ids in files if len(ids) > PREFIX + CHAIN + 1]
     if not long:
-        raise ValueError(f"no file has more than {PREFIX + CHAIN + 1} tokens: raise --limit-mb")
+        raise ValueError(
+            f"no file has more than {PREFIX + CHAIN + 1} tokens: raise --limit-mb, or --prefixes 0"
+        )
     random = np.random.default_rng(seed)
     stretches = []
     for _ in range(count):

@@ -31,6 +31,6 @@ def read_modules(wheel: str | Path) -> dict[str, str]:
                     texts[name] = archive.read(name).decode("utf-8")
                 except UnicodeDecodeError:
                     continue
-    if not texts:
-        raise ValueError(f"{wheel} holds no Python modules: expected a wheel of a Python package")
+    if not any(texts.values()):
+        raise ValueError(f"{wheel} holds no Python source: expected a wheel of a Python package")
     return texts
