@@ -20,6 +20,7 @@ from treejax.cli.arms import DRAFTS, Arm, make_arms, pool_rates
 from treejax.cli.guard import run_command
 from treejax.cli.passages import read_passages
 from treejax.drafters import REGISTRY
+from treejax.policies import REGISTRY as POLICIES
 
 PROMPTS = Path(__file__).parent.parent / "configs" / "prompts"
 
@@ -51,9 +52,9 @@ def command(capsys):
 @pytest.mark.parametrize(
     ("policy", "drafts"),
     [
-        ("snapshot", ("mtp:chain3", "suffix:best16x8", "mtp+suffix:hydra2x2+4/2")),
-        ("replay", ("mtp:chain3", "suffix:best16x8", "mtp+suffix:hydra2x2+4/2")),
-        ("wy", ("mtp:chain3", "suffix:best16x8", "mtp+suffix:hydra27")),
+        ("snapshot", ("mtp:chain3", "suffix:best16x8", "mtp+suffix:hydra8")),
+        ("replay", ("mtp:chain3", "suffix:best16x8", "mtp+suffix:hydra27")),
+        ("wy", ("mtp:chain3", "suffix:best16x8", "mtp+suffix:hydra8")),
     ],
 )
 def test_fc22_the_shipped_model_drafts_what_it_would_have_said(command, tmp_path, policy, drafts):
@@ -168,7 +169,8 @@ def test_passages_are_read_from_a_wheel_and_are_what_the_file_says(tmp_path):
 
 def test_every_policy_meets_every_drafter():
     arms = make_arms(("wy", "replay"), DRAFTS)
-    assert len({arm.name for arm in arms}) == 8
+    assert len({arm.name for arm in arms}) == 2 * len(set(DRAFTS))
+    assert compare.DEFAULT_ARM in {arm.name for arm in make_arms(POLICIES, DRAFTS)}
     assert {draft.partition(":")[0] for draft in DRAFTS} == set(REGISTRY)
     assert Arm("wy", "mtp", "2,1").name == "wy/mtp:2,1"
 

@@ -15,13 +15,20 @@ import numpy as np
 from treejax import agreement
 from treejax.agreement import Agreement, Recording
 from treejax.drafters import Scripted, make_drafter
+from treejax.engine import DEFAULT_DRAFTER, DEFAULT_TREE
 from treejax.model import Model
 from treejax.sampling import Sampling
 from treejax.stats import Stats
 
 MODES = {"greedy": Sampling(), "sampled": Sampling(temperature=0.8, top_p=0.95)}
 PLAIN_POLICY = "replay"  # its published state is the native chain, bit for bit
-DRAFTS = ("mtp:chain5", "suffix:best16x8", "mtp+suffix:hydra27", "scripted:3,2,2")
+DRAFTS = (
+    "mtp:chain5",
+    "suffix:best16x8",
+    "mtp+suffix:hydra27",
+    f"{DEFAULT_DRAFTER}:{DEFAULT_TREE}",
+    "scripted:3,2,2",
+)
 _SCHEDULE = ((3, 3), (0, 0), (2, 1), (3, 0), (1, 1))  # (levels, right ones): each kind of step
 
 
