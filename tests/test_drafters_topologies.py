@@ -128,7 +128,7 @@ def test_rows_without_support_take_their_descendants_along():
         ("suffix", None, Suffix, 17),
         ("suffix", "chain4", Suffix, 5),
         ("suffix", "best12x6", Suffix, 13),
-        ("mtp+suffix", None, MTPSuffix, 28),
+        ("mtp+suffix", None, MTPSuffix, 9),
         ("mtp+suffix", "hydra3x2+4/2", MTPSuffix, 13),
         (MTP("chain2"), "chain3", MTP, 4),
         (Suffix(lookup=Lookup(longest=4)), "chain3", Suffix, 4),
