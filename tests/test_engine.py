@@ -294,10 +294,13 @@ def test_fc23_nothing_compiles_after_the_first_step():
     """FC-23: 200 tokens, 0 to 4 accepted of 0 to 4 drafted, log-probabilities on and off."""
     model = byte_model.model()
     complete(model, PROMPT, max_tokens=2, drafter=varied())
+    (warm,) = make_requests(model, [PROMPT], 200, ())
     with compilations() as compiled:
         off = complete(model, PROMPT, max_tokens=200, drafter=varied())
         on = complete(model, PROMPT, max_tokens=200, drafter=varied(), logprobs=True)
+        agreement.drain(run(model, [warm], "wy", varied(), None, None, 0, warm_up=True))
     assert not compiled
+    assert tuple(warm.tokens) == off.tokens  # warming up had no effect
     assert off.tokens == on.tokens == answer()[:200]
     assert off.logprobs is None and len(on.logprobs) == 200
     assert all(value < 0 for value in on.logprobs)

@@ -152,12 +152,14 @@ def run(
     sampling: Sampling | None,
     seed: int | Sequence[int],
     logprobs: bool = False,
+    warm_up: bool = False,
 ) -> Generator[list[Piece], None, State | None]:
     """Serve requests of one batch to their end, and yield a list of pieces a step, one a request.
 
     All programs are compiled before the first token is computed; no step compiles afterwards. The
     return value is the state after the last step, which holds every token but the pending ones; it
-    is None if nothing was asked for.
+    is None if nothing was asked for. ``warm_up`` also runs the programs once before, without
+    effect: the first run of a program is slow, and would count as decoding in a new process.
     """
     sampling = (Sampling() if sampling is None else sampling).prepared()
     drafter, policy = choose_drafter(model, drafter, tree), make_policy(policy)
@@ -184,24 +186,14 @@ def run(
     carry = Carry(state=state, memory=draft.memory, pending=jnp.zeros_like(state.length))
     want = np.bool_(logprobs)
 
+    buffers, durable = policy.buffers(config, drafter.capacity, len(requests)), state_bytes(state)
     started = time.perf_counter()
-    fixed = (config, drafter, params, weights)
-    with ThreadPoolExecutor() as pool:  # one program compiles while the next is traced
-        variants = {block.shape[1]: (block, count) for block, count in blocks}
-        jobs = [
-            pool.submit(absorb.lower(*fixed, carry, logits, block, count).compile)
-            for block, count in variants.values()
-        ]
-        rest = carry, _limits(requests), keys, sampling, want
-        jobs.append(pool.submit(step.lower(*fixed, *rest).compile))
-        for job in jobs:
-            job.result()
-    first_token(logits, sampling, keys, state.length, want)
+    fixed, settings = (config, drafter, params, weights), (keys, sampling, want)
+    carry, logits = _prepare(fixed, carry, logits, blocks, settings, warm_up)
     compiled = time.perf_counter()
-    buffers = policy.buffers(config, drafter.capacity, len(requests))
     for request in requests:
         request.stats.compile_s = compiled - started
-        request.stats.state_bytes = state_bytes(state)
+        request.stats.state_bytes = durable
         request.stats.scratch_bytes = sum(buffers.values())
 
     for block, count in blocks:
@@ -218,11 +210,36 @@ def run(
 
     while not all(request.finished for request in requests):
         started = time.perf_counter()
-        carry, emission = step(*fixed, carry, _limits(requests), keys, sampling, want)
+        carry, emission = step(*fixed, carry, _limits(requests), *settings)
         emission = jax.device_get(emission)
         seconds = time.perf_counter() - started
         yield [_deliver(r, emission, row, seconds) for row, r in enumerate(requests)]
     return carry.state
+
+
+def _prepare(
+    fixed: tuple[Any, ...],
+    carry: Carry,
+    logits: Array,
+    blocks: list[tuple[np.ndarray, ...]],
+    settings: tuple[Any, ...],
+    warm_up: bool,
+) -> tuple[Carry, Array]:
+    """Compile all that the loop runs. Carry and logits come back with the values they had."""
+    nobody = np.full(carry.pending.shape, -1, np.int32)
+    variants = {block.shape[1]: (block, np.zeros_like(count)) for block, count in blocks}.values()
+    with ThreadPoolExecutor() as pool:  # one program compiles while the next is traced
+        jobs = [pool.submit(absorb.lower(*fixed, carry, logits, *v).compile) for v in variants]
+        jobs.append(pool.submit(step.lower(*fixed, carry, nobody, *settings).compile))
+        for job in jobs:
+            job.result()
+    keys, sampling, want = settings
+    first_token(logits, sampling, keys, carry.state.length, want)
+    if warm_up:  # prompts of no tokens, and a step that no sequence takes part in
+        for variant in variants:
+            carry, logits = absorb(*fixed, carry, logits, *variant)
+        carry, _ = step(*fixed, carry, nobody, *settings)
+    return jax.block_until_ready((carry, logits))
 
 
 def choose_drafter(model: Model, drafter: Any, tree: Any) -> Drafter:

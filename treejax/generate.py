@@ -72,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
 def generate(model: Model, request: Request, drafter: Drafter, options: Options) -> State | None:
     """Serve the request and print its text: the final state, None if interrupted or no step."""
     sampling, seed = options.sampling, options.seed
-    steps = run(model, [request], options.policy, drafter, None, sampling, seed)
+    steps = run(model, [request], options.policy, drafter, None, sampling, seed, warm_up=True)
     printer = printing.TextPrinter(sys.stdout)
     with ExitStack() as tracing:
         try:
