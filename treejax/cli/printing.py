@@ -107,7 +107,7 @@ def _tree_parts(drafter: Drafter) -> tuple[str, ...]:
     if isinstance(shape, Best):
         return (f"at most {nodes} nodes", f"depth {shape.max_depth}")
     leaves = sum(not shape.children(row) for row in range(shape.capacity))
-    return f"{nodes} nodes", f"depth {shape.max_depth}", f"{leaves} path{"s" * (leaves > 1)}"
+    return f"{nodes} nodes", f"depth {shape.max_depth}", f"{leaves} path{'s' * (leaves > 1)}"
 
 
 def _rate(count: int, seconds: float) -> str:
