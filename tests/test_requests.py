@@ -8,6 +8,9 @@ import pytest
 
 from treejax.engine import complete
 from treejax.requests import make_requests
+from treejax.state import init_state
+from treejax.steps.verify import verify
+from treejax.tree import Tree
 
 
 def test_fc10_prompts_that_cannot_be_served_are_refused_in_one_line():
@@ -39,3 +42,18 @@ def test_fc10_no_hidden_tokens_are_added_to_a_prompt():
     assert served.prompt == byte_model.tokenizer().encode("ab").ids and len(served.prompt) == 2
     (served,) = make_requests(byte_model.model(), [jnp.array([3, 4])], 1, ())
     assert served.prompt == [3, 4]
+
+
+def test_a_tree_token_outside_the_vocabulary_is_refused():
+    """JAX would clip it to the last row of the embedding and verify another token."""
+    model = byte_model.model()
+    state = init_state(model.config, 1, 64)
+    tree = Tree.from_parents([1, 300], [-1, 0])
+    with pytest.raises(ValueError, match=r"holds token 300, expected 0\.\.257"):
+        verify(model, state, tree)
+
+
+def test_an_array_of_prompts_is_a_list_of_prompts():
+    """Rows of an array are prompts of one length."""
+    both = complete(byte_model.model(), jnp.array([[5, 7], [5, 9]]), max_tokens=0)
+    assert [made.tokens for made in both] == [(), ()]

@@ -74,6 +74,8 @@ def generate(model: Model, request: Request, drafter: Drafter, options: Options)
     sampling, seed = options.sampling, options.seed
     steps = run(model, [request], options.policy, drafter, None, sampling, seed, warm_up=True)
     printer = printing.TextPrinter(sys.stdout)
+    if sys.stderr.isatty():  # the first run of new shapes is silent for a while
+        say(NAME, "compiling what is not in the cache yet")
     with ExitStack() as tracing:
         try:
             while True:

@@ -76,7 +76,7 @@ def make_requests(
         stop = (stop,)
     if max_tokens < 0:
         raise ValueError(f"max_tokens is {max_tokens}, expected 0 or more")
-    if not prompts:
+    if len(prompts) == 0:
         raise ValueError("no prompt was given, expected at least one")
     stop_texts = [item for item in stop if isinstance(item, str)]
     if "" in stop_texts:

@@ -40,10 +40,14 @@ def verify(model: Model, state: State, tree: Tree) -> tuple[Output, Scratch]:
     """Run the model over every node of ``tree``: out.logits [B, N, V] and out.hidden [B, N, H].
 
     Raises:
-      ValueError: the tree's batch is not the state's, or its deepest path would not fit.
+      ValueError: the tree's batch is not the state's, a token is not in the vocabulary, or the
+        deepest path would not fit.
     """
     if tree.batch != state.batch:
         raise ValueError(f"the tree has batch {tree.batch} and the state {state.batch}")
+    largest, size = int(np.asarray(tree.tokens).max()), model.config.vocab_size
+    if largest >= size:
+        raise ValueError(f"the tree holds token {largest}, expected 0..{size - 1}")
     _check_room(state, tree)
     return _verify(model.config, model.params, state, tree)
 
