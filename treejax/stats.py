@@ -5,7 +5,6 @@ something count as drafts. Accepted tokens exclude the bonus token. Rates leave 
 """
 
 import dataclasses
-import json
 from typing import Any
 
 
@@ -76,6 +75,3 @@ class Stats:
             "node_use": self.node_use,
             "decode_tokens_per_s": self.decode_tokens_per_s,
         }
-
-    def as_json(self) -> str:
-        return json.dumps(self.as_dict())
