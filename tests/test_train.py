@@ -152,8 +152,9 @@ def test_fc25_killed_while_saving_resumes_to_the_same_parameters(whole_run, envi
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert len(curve(out)) > 17
     stderr = run_command(environment, *arguments, "--resume")
-    note = f"step 31 in {out / 'checkpoints'} was not completed, using step 17\n"
-    assert note + "resuming after step 17\n" in stderr
+    note = f"step 31 in {out / 'checkpoints'} was not completed, using step 17"
+    lines = stderr.splitlines()  # "compiled", said by another thread, may stand between the two
+    assert lines.index(note) < lines.index("resuming after step 17")
     same_weights(folder, out)
     assert [row["step"] for row in curve(out)] == list(range(1, 61))
     losses = [[row["main"] for row in curve(f)] for f in (folder, out)]
