@@ -1,0 +1,54 @@
+"""Register layouts and the few tile operations that several kernels share.
+
+``WG`` is the accumulator layout of wgmma: a tile [64 k, 8 n] with each row spread over four lanes.
+``ROWS`` and ``COLS`` are the layouts of vectors along a tile's rows and along its columns.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+WG = plgpu.Layout.WGMMA
+ROWS = WG.reduce(1)
+COLS = WG.reduce(0)
+
+Ref = Any
+"""A memory reference inside a kernel; Pallas has no public type for it."""
+
+
+def compiler_params() -> plgpu.CompilerParams:
+    """Kernels place their own barriers: automatic ones would stand after every SMEM access."""
+    return plgpu.CompilerParams(unsafe_no_auto_barriers=True)
+
+
+def interpreter(chosen: str) -> plgpu.InterpretGPUParams | None:
+    """What ``plgpu.kernel(interpret=...)`` takes for a resolved implementation."""
+    return plgpu.InterpretGPUParams() if chosen == "interpret" else None
+
+
+def load(ref: Ref, layout: Any) -> jax.Array:
+    """Read a tile or vector into registers in the given layout."""
+    return plgpu.load(ref, layout=layout, optimized=False)
+
+
+def along_rows(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """A vector with one entry a row, repeated over the columns."""
+    return lax.broadcast_in_dim(x, shape, [0])
+
+
+def along_columns(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """A vector with one entry a column, repeated over the rows."""
+    return lax.broadcast_in_dim(x, shape, [1])
+
+
+def split_bf16(x: jax.Array, terms: int) -> tuple[jax.Array, ...]:
+    """Float32 as a sum of bfloat16 terms, largest first; three terms hold all 24 bits."""
+    parts = []
+    for _ in range(terms):
+        part = x.astype(jnp.bfloat16)
+        parts.append(part)
+        x = x - part.astype(jnp.float32)
+    return tuple(parts)
