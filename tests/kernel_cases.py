@@ -1,0 +1,94 @@
+"""What the kernel tests share: operands as the kernels see them, errors, an abstract H200.
+
+Trees come from ``random_trees``.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+from pallas_kernels.bench.operands import Operands, Shape, make_operands, make_state
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call: a pool, its layer, operands in the kernel's dtype, and trees of a batch."""
+
+    shape: Shape
+    R: jax.Array
+    layer: int
+    operands: Operands  # rounded to the dtype, then exact in float64
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    g: jax.Array
+    alpha: jax.Array
+    beta: jax.Array
+    parent: jax.Array  # [B, N], -1 padded
+    size: jax.Array  # [B]
+    trees: list
+
+
+def make_case(
+    trees,
+    capacity,
+    heads=(1, 2),
+    dims=(16, 64),
+    dtype=jnp.float32,
+    layers=2,
+    kind="realistic",
+    seed=0,
+):
+    """A case with one tree a sequence; an empty list stands for a row that takes no part.
+
+    heads: (Hk, Hv). dims: (dk, dv). The call reads the last layer of the pool.
+    """
+    shape = Shape(len(trees), capacity, *heads, *dims)
+    exact = make_operands(shape, kind, seed)
+    q, k, v = (jnp.asarray(x, dtype) for x in (exact.q, exact.k, exact.v))
+    g, beta = jnp.asarray(exact.g, jnp.float32), jnp.asarray(exact.beta, jnp.float32)
+    rounded = Operands(*(np.asarray(x.astype(jnp.float32), np.float64) for x in (q, k, v, g, beta)))
+    parent = np.full((len(trees), capacity), -1, np.int32)
+    for b, tree in enumerate(trees):
+        parent[b, : len(tree)] = tree
+    return Case(
+        shape=shape,
+        R=jnp.asarray(make_state(shape, layers, seed)),
+        layer=layers - 1,
+        operands=rounded,
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        alpha=jnp.exp(g),
+        beta=beta,
+        parent=jnp.asarray(parent),
+        size=jnp.asarray([len(tree) for tree in trees], jnp.int32),
+        trees=trees,
+    )
+
+
+def expected(case, b):
+    """Float64 (outputs [n, Hv, dv], states [n, Hv, dv, dk]) of sequence b's tree."""
+    n, o = len(case.trees[b]), case.operands
+    R0 = np.asarray(case.R[case.layer, b], np.float64)
+    rows = (x[b, :n] for x in (o.q, o.k, o.v, o.g, o.beta))
+    return oracle.delta_rule_tree(R0, case.trees[b], *rows)
+
+
+def relative_rms(x, reference):
+    """RMS error over RMS of the reference."""
+    x, reference = np.asarray(x, np.float64), np.asarray(reference, np.float64)
+    return float(np.linalg.norm(x - reference) / np.linalg.norm(reference))
+
+
+def lower_for_h200(f, *args):
+    """The lowered text of f for an H200 that is not there; bad layouts raise."""
+    rest = ("gpu",) if len(AbstractDevice.__dataclass_fields__) > 2 else ()  # jax 0.12 asks for it
+    device = AbstractDevice("NVIDIA H200", 132, *rest)
+    with use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
+        return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
