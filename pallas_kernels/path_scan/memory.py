@@ -1,8 +1,8 @@
 """What a program of the tree scan keeps in shared memory, decided by static sizes alone.
 
-A program wants its keys and queries as float32 and its saved states close by; a multiprocessor wants
-two programs, so that one works while the other waits. When not everything fits, states move to
-global memory first, then bfloat16 rows stay as they are and are widened at every node.
+A program wants its keys and queries as float32 and its saved states close by; a multiprocessor
+wants two programs, so that one works while the other waits. When not everything fits, states move
+to global memory first, then bfloat16 rows stay as they are and are widened at every node.
 """
 
 import math
@@ -21,6 +21,9 @@ GROUP = 4
 
 SHARED_SLOTS = 2
 """Saved states kept in shared memory at most; two serve all but wide and deep trees."""
+
+ALIGNMENT = 128
+"""Bytes: where the target of a bulk copy may start in shared memory."""
 
 BLOCK_BYTES = 227 * 1024
 """What one program may use on Hopper; two have 228 KB together, of which each loses one."""
@@ -65,7 +68,7 @@ def _plan(
         "query": (rows, dtype),
         "value": ((capacity, TILE), dtype),
         "gates": ((2, capacity, GROUP), wide),
-        "walk": ((3, capacity), jnp.dtype(jnp.int32)),
+        "walk": ((3, round_up(capacity, ALIGNMENT // 4)), jnp.dtype(jnp.int32)),
     }
     if widen:
         arrays |= {"wide_key": (rows, wide), "wide_query": (rows, wide)}

@@ -12,7 +12,7 @@ asynchronous copies, so that the stores overlap the arithmetic of the next nodes
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +26,6 @@ from pallas_kernels.path_scan.memory import GROUP, TILE
 from pallas_kernels.tiles import COLS, ROWS, WG, Ref, compiler_params, interpreter, load
 from pallas_kernels.update import MAX_DIM, MAX_ROWS, advance, operand_problem, read
 from pallas_kernels.walk import Walk, slots
-
-TILE = 64
-"""Value rows of a program: what one warpgroup holds in the layout ``WG``."""
 
 
 def unsupported(
@@ -97,8 +94,9 @@ def padded_scan(
     capacity = round_up(nodes, 8)
     if capacity != nodes:
         q, k, v, alpha, beta = (pad_axis(x, 1, capacity) for x in (q, k, v, alpha, beta))
-        more = jnp.arange(nodes, capacity, dtype=jnp.int32)
-        node = jnp.concatenate([walk.node, jnp.tile(more, (walk.node.shape[0], 1))], axis=1)
+        rows = jnp.arange(nodes, capacity, dtype=jnp.int32)
+        more = jnp.broadcast_to(rows, (walk.node.shape[0], capacity - nodes))
+        node = jnp.concatenate([walk.node, more], axis=1)
         load, save = (pad_axis(x, 1, capacity, -1) for x in (walk.load, walk.save))
         walk = Walk(node=node, load=load, save=save, size=walk.size)
     gates = round_up(value_heads, GROUP)
@@ -135,14 +133,12 @@ def tree_scan(
         out_type.append(jax.ShapeDtypeStruct(spill, jnp.float32))
 
     def body(layer_r, q_r, k_r, v_r, a_r, b_r, node_r, load_r, save_r, size_r, R_r, *rest, **smem):
-        out_r, *rest = rest
-        states_r = rest.pop(0) if export else None
-        spill_r = rest.pop(0) if spilled else None
+        out_r, states_r, spill_r = rest[0], rest[export], rest[-1]  # the last two if they exist
         b, h, tile_index = lax.axis_index("b"), lax.axis_index("h"), lax.axis_index("v")
         rows = pl.ds(tile_index * TILE, TILE)
         size = size_r[b]
-        spill_r = spill_r.at[b, h, :, rows] if spilled else None
-        stack = _Stack(smem.get("stack"), spill_r, key_dim)
+        spill = spill_r.at[b, h, :, rows] if spilled else None
+        stack = _Stack(smem.get("stack"), spill, key_dim)
 
         @pl.when(size > 0)
         def _():
@@ -154,9 +150,9 @@ def tree_scan(
                 (v_r.at[b, :, h, rows], smem["value"]),
                 (a_r.at[b, :, group], smem["gates"].at[0]),
                 (b_r.at[b, :, group], smem["gates"].at[1]),
-                (node_r.at[b], smem["walk"].at[0]),
-                (load_r.at[b], smem["walk"].at[1]),
-                (save_r.at[b], smem["walk"].at[2]),
+                (node_r.at[b], smem["walk"].at[0, pl.ds(0, capacity)]),
+                (load_r.at[b], smem["walk"].at[1, pl.ds(0, capacity)]),
+                (save_r.at[b], smem["walk"].at[2, pl.ds(0, capacity)]),
             ):
                 plgpu.copy_gmem_to_smem(source, target, smem["barrier"])
             R = load(R_r.at[layer_r[0], b, h, rows], WG)
@@ -169,7 +165,7 @@ def tree_scan(
                 plgpu.commit_smem()
 
             def ahead(t):
-                """What step t needs first, read a step early: no step starts with a chain of waits."""
+                """What step t needs first, read a step early so that no step starts with waits."""
                 node = smem["walk"][0, t]
                 return node, smem["gates"][0, node, h % GROUP], smem["gates"][1, node, h % GROUP]
 
@@ -196,7 +192,7 @@ def tree_scan(
 
         lax.fori_loop(size, capacity, clear, 0)
 
-    scratch = {name: plgpu.SMEM(*array) for name, array in plan.arrays.items()}
+    scratch: dict[str, Any] = {name: plgpu.SMEM(*array) for name, array in plan.arrays.items()}
     if export:
         scratch["ring"] = _swizzled(*plan.arrays["ring"])
     scratch["barrier"] = plgpu.Barrier(num_arrivals=8)
@@ -269,5 +265,6 @@ def _export(buffer: Ref, target: Ref, R: jax.Array) -> None:
 def _swizzled(shape: tuple[int, ...], dtype: jnp.dtype) -> Ref:
     """Float32 tiles whose rows fall into different banks, in a form that copies understand."""
     swizzle = plgpu.find_swizzle(shape[-1] * 32)
-    tiling = plgpu.TilingTransform((8, swizzle // 4))
-    return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
+    tiling = plgpu.TilingTransform((8, swizzle // 4))  # pyright: ignore[reportAbstractUsage]
+    swizzling = plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzling))

@@ -10,7 +10,7 @@ from pallas_kernels.walk import Walk, slots
 
 def path_scan(
     R: jax.Array,
-    layer: jax.Array,
+    layer: jax.Array | int,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.padding import pad_axis, round_up
-from pallas_kernels.path_scan.memory import BLOCK_BYTES, GROUP, TILE
+from pallas_kernels.path_scan.memory import ALIGNMENT, BLOCK_BYTES, GROUP, TILE
 from pallas_kernels.tiles import COLS, ROWS, WG, Ref, compiler_params, interpreter, load
 from pallas_kernels.update import MAX_DIM, advance, operand_problem
 
@@ -32,8 +32,8 @@ def unsupported(R: jax.Array, k: jax.Array, v: jax.Array, nodes: jax.Array) -> s
     if max(key_dim, value_dim) > MAX_DIM:
         return f"the kernel takes head widths to {MAX_DIM}, got {key_dim} x {value_dim}"
     steps = nodes.shape[1]
-    needed = steps * ((round_up(key_dim, 8) + TILE) * k.dtype.itemsize + 8 * GROUP + 8) + 4096
-    if needed > BLOCK_BYTES:
+    needed = steps * (_aligned(key_dim, k.dtype) + _aligned(TILE, k.dtype) + 2 * ALIGNMENT + 8)
+    if needed + 4096 > BLOCK_BYTES:
         return (
             f"paths of {steps} rows of width {key_dim} in {k.dtype.name} need {needed} bytes of "
             f"shared memory, Hopper has {BLOCK_BYTES}"
@@ -89,17 +89,17 @@ def _replay(
         def stage(t, _):
             node = nodes_r[b, t]
             for source, target in (
-                (k_r.at[layer, b, node, h // ratio], key_s.at[t]),
+                (k_r.at[layer, b, node, h // ratio], key_s.at[t, pl.ds(0, key_dim)]),
                 (v_r.at[layer, b, node, h, rows], value_s.at[t]),
-                (a_r.at[layer, b, node, group], gates_s.at[0, t]),
-                (b_r.at[layer, b, node, group], gates_s.at[1, t]),
+                (a_r.at[layer, b, node, group], gates_s.at[0, t, pl.ds(0, GROUP)]),
+                (b_r.at[layer, b, node, group], gates_s.at[1, t, pl.ds(0, GROUP)]),
             ):
                 plgpu.copy_gmem_to_smem(source, target, barriers.at[t])
             return _
 
         def step(t, R):
             plgpu.barrier_wait(barriers.at[t])
-            key = load(key_s.at[t], COLS).astype(jnp.float32)
+            key = load(key_s.at[t, pl.ds(0, key_dim)], COLS).astype(jnp.float32)
             value = load(value_s.at[t], ROWS).astype(jnp.float32)
             return advance(R, key, value, gates_s[0, t, h % GROUP], gates_s[1, t, h % GROUP])
 
@@ -115,9 +115,9 @@ def _replay(
         grid=(layers, batch, value_heads, value_dim // TILE),
         grid_names=("l", "b", "h", "v"),
         scratch_types=dict(
-            key_s=plgpu.SMEM((steps, key_dim), k.dtype),
+            key_s=plgpu.SMEM((steps, _aligned(key_dim, k.dtype) // k.dtype.itemsize), k.dtype),
             value_s=plgpu.SMEM((steps, TILE), v.dtype),
-            gates_s=plgpu.SMEM((2, steps, GROUP), jnp.float32),
+            gates_s=plgpu.SMEM((2, steps, ALIGNMENT // 4), jnp.float32),
             barriers=plgpu.Barrier(num_arrivals=4, num_barriers=steps),
         ),
         compiler_params=compiler_params(),
@@ -125,3 +125,8 @@ def _replay(
         kernel_name="replay",
     )
     kernel(k, v, alpha, beta, nodes, length, pool)
+
+
+def _aligned(width: int, dtype: jnp.dtype) -> int:
+    """Bytes of a row in shared memory, such that a bulk copy can write the next one."""
+    return round_up(width * dtype.itemsize, ALIGNMENT)
