@@ -1,0 +1,209 @@
+"""The tree WY solve as one launch: one program a sequence, value head and 128 value channels.
+
+Two warpgroups share a program. Each multiplies its 64 rows of R0 with all keys and queries on the
+tensor cores. Then the first solves for U by forward substitution and the second forms the outputs
+one block behind it. K K^T and Q K^T are formed by every value head: handing them over from one
+program a key head would cost a launch, recomputing them costs 8 tensor-core instructions.
+
+Rows are in topological order. Trees of more than 32 rows go in segments of 32.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import tiles
+from pallas_kernels.tiles import COLS, ROWS, WG, Ref, along_columns, load
+from pallas_kernels.wy_solve import substitution, tensor_cores
+from pallas_kernels.wy_solve.path import stage_path
+from pallas_kernels.wy_solve.program import Program, pick, together
+from pallas_kernels.wy_solve.sizes import BLOCK, CHANNELS, HALF, SEGMENT, Sizes, scratch_types
+
+INPUTS = ("layer", "count", "visible", "q", "k", "v", "g", "beta")
+PATH = ("path_k", "path_u", "path_g", "path_length")
+
+
+def solve(
+    sizes: Sizes, arrays: dict[str, jax.Array], R: Any, interpret: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Outputs and U, both [B, N, Hv, dv] float32; dv is that of the padded ``v``.
+
+    Args:
+      arrays: ``INPUTS``, and ``PATH`` if ``sizes.path``: layer [1], count [B], visible
+        [B, S, S, 64, 32] float32 (segment of the row, of the key; each row twice), q, k, v as in
+        the contract, g and beta [B, N, 8 n]; the path's factors with the same paddings.
+      R: the pool, an array, or a mutable reference if a path is committed first.
+    """
+    names = (*INPUTS, *(PATH if sizes.path else ()))
+    width = arrays["v"].shape[-1]
+    rows = jax.ShapeDtypeStruct((sizes.batch, sizes.rows, sizes.value_heads, width), jnp.float32)
+
+    def program(*refs, **scratch):
+        inputs = SimpleNamespace(**dict(zip(names, refs, strict=False)), R=refs[len(names)])
+        b, h = lax.axis_index("b"), lax.axis_index("h")
+        out, u = refs[len(names) + 1 :]
+        run(
+            Program(
+                sizes=sizes,
+                interpreted=interpret is not None,
+                group=lax.axis_index("group"),
+                b=b,
+                h=h,
+                tile=lax.axis_index("tile"),
+                count=inputs.count[b],
+                s=SimpleNamespace(**scratch),
+                inputs=inputs,
+                out=out,
+                u=u,
+            )
+        )
+
+    kernel = plgpu.kernel(
+        program,
+        out_type=[rows, rows],
+        grid=(sizes.batch, sizes.value_heads, width // CHANNELS),
+        grid_names=("b", "h", "tile"),
+        num_threads=2,
+        thread_name="group",
+        scratch_types=scratch_types(sizes),
+        compiler_params=tiles.compiler_params(),
+        interpret=interpret,
+        kernel_name="wy_solve",
+    )
+    return kernel(*(arrays[name] for name in names), R)
+
+
+def run(p: Program) -> None:
+    """One warpgroup's whole program; a sequence without rows and without a path costs nothing."""
+    busy = p.count > 0
+    if p.sizes.path:
+        busy = busy | (p.inputs.path_length[p.b] > 0)
+
+    @pl.when(busy)
+    def _():
+        run_segment(p, jnp.int32(0), first=True)
+        if p.sizes.segments > 1:
+
+            def later(segment, carry):
+                together(p)
+                run_segment(p, segment, first=False)
+                return carry
+
+            lax.fori_loop(1, (p.count + SEGMENT - 1) // SEGMENT, later, 0)
+
+    @pl.when(p.group == 1)
+    def _():
+        substitution.clear_rows(p, p.count, p.sizes.rows)
+
+
+def run_segment(p: Program, segment: jax.Array, first: bool) -> None:
+    """Solve 32 rows of the tree: products, couplings to all rows before, substitution, outputs."""
+    commits = first and p.sizes.path > 0
+    start = SEGMENT * segment
+
+    @pl.when(p.group == 0)
+    def _():
+        if commits:
+            stage_path(p)
+        stage_rows(p, start)
+
+    early = tensor_cores.early_chunks(p)
+    plgpu.barrier_wait(p.s.loaded)
+    if p.sizes.staged:
+        pl.when(p.group == 1)(lambda: tensor_cores.convert(p, p.s.kq))
+        together(p)
+    sum_decays(p, segment)
+    if first:
+        pl.when(p.group == 1)(lambda: couple(p, segment, segment, p.s.kq))
+    if commits:
+        plgpu.barrier_wait(p.s.path_loaded)
+    mine = p.s.products.at[pl.ds(HALF * p.group, HALF), pl.ds(0, 2 * SEGMENT)]
+    mine[...] = tensor_cores.products(p, early, commits)
+    together(p)
+    if not first:
+        add_earlier_segments(p, segment)
+        pl.when(p.group == 1)(lambda: couple(p, segment, segment, p.s.kq))
+        together(p)
+    pl.when(p.group == 0)(lambda: substitution.solve_segment(p, start))
+    pl.when(p.group == 1)(lambda: substitution.read_segment(p, start))
+
+
+def stage_rows(p: Program, start: jax.Array) -> None:
+    """Start copying the operands of the segment's rows into SMEM."""
+    s, rows = p.s, p.sizes.segment_rows
+    here, eight = pl.ds(start, rows), pl.ds((p.h // BLOCK) * BLOCK, BLOCK)
+    keys = s.raw if p.sizes.staged else s.kq.at[0]
+    for name, to in (("k", 0), ("q", SEGMENT)):
+        source = getattr(p.inputs, name).at[p.b, here, p.key_head]
+        plgpu.copy_gmem_to_smem(source, keys.at[pl.ds(to, rows)], s.loaded)
+    plgpu.copy_gmem_to_smem(p.inputs.v.at[p.b, here, p.h, p.channels], s.v, s.loaded)
+    for which, gate in enumerate((p.inputs.g, p.inputs.beta)):
+        for to in (0, SEGMENT):
+            target = s.gates.at[which, pl.ds(to, rows)]
+            plgpu.copy_gmem_to_smem(gate.at[p.b, here, eight], target, s.loaded)
+
+
+def sum_decays(p: Program, segment: jax.Array) -> None:
+    """Write this warpgroup's ``lines``: cumulative log decays G and betas of the 64 rows."""
+    s, head = p.s, p.h % BLOCK
+    line = s.lines.at[p.group]
+    line.at[0][...] = pick(load(s.gates.at[0], WG), head, WG)
+    line.at[1][...] = pick(load(s.gates.at[1], WG), head, WG)
+    plgpu.commit_smem()
+    G = _decay_from(p, segment, segment, line.at[0])
+    if p.sizes.segments > 1:
+        past = s.past.at[p.group]
+        past.at[0, segment][...] = load(line.at[0], ROWS)
+        G = lax.fori_loop(0, segment, lambda c, G: G + _decay_from(p, segment, c, past.at[0, c]), G)
+        past.at[1, segment][...] = G
+    plgpu.commit_smem()
+    line.at[0][...] = G
+    plgpu.commit_smem()
+
+
+def _decay_from(p: Program, segment: jax.Array, source: jax.Array, g: Ref) -> jax.Array:
+    """[64]: the log decays that the rows of ``segment`` take from those they see in ``source``."""
+    seen = load(p.inputs.visible.at[p.b, segment, source], WG) > 0
+    decays = along_columns(load(g.at[pl.ds(0, SEGMENT)], COLS), seen.shape)
+    return jnp.sum(jnp.where(seen, decays, 0.0), axis=1)
+
+
+def couple(p: Program, segment: jax.Array, source: jax.Array, keys: Ref) -> None:
+    """Write ``coupling``: how the pseudo-values of ``source`` enter the rows of ``segment``."""
+    visible = load(p.inputs.visible.at[p.b, segment, source], WG) > 0
+    row = plgpu.broadcasted_iota(jnp.int32, visible.shape, 0, layout=WG)
+    column = plgpu.broadcasted_iota(jnp.int32, visible.shape, 1, layout=WG)
+    # L is strictly lower; outputs, the rows from 32 on, see their own pseudo-value.
+    visible = visible & ((row != column) | (segment != source))
+    G_keys = p.s.lines.at[p.group, 0] if segment is source else p.s.past.at[p.group, 1, source]
+    tile = tensor_cores.couplings(p, keys, visible, load(G_keys.at[pl.ds(0, SEGMENT)], COLS))
+    p.s.coupling.T[...] = plgpu.layout_cast(tile, plgpu.Layout.WGMMA_TRANSPOSED)
+
+
+def add_earlier_segments(p: Program, segment: jax.Array) -> None:
+    """Take the contributions of the rows of earlier segments into this segment's products."""
+
+    def add(source, carry):
+        @pl.when(p.group == 1)
+        def _():
+            rows = pl.ds(SEGMENT * source, SEGMENT)
+            keys = p.s.raw if p.sizes.staged else p.s.earlier.at[0]
+            fetch = p.inputs.k.at[p.b, rows, p.key_head], keys.at[pl.ds(0, SEGMENT)]
+            plgpu.copy_gmem_to_smem(*fetch, p.s.fetched)
+            plgpu.barrier_wait(p.s.fetched)
+            if p.sizes.staged:
+                tensor_cores.convert(p, p.s.earlier)
+                plgpu.commit_smem()
+            couple(p, segment, source, p.s.earlier)
+
+        together(p)
+        substitution.add_earlier_segment(p, source)
+        together(p)
+        return carry
+
+    lax.fori_loop(0, segment, add, 0)

@@ -1,0 +1,79 @@
+"""What the parts of a running WY program share: its place in the grid and its memory."""
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.tiles import Ref
+from pallas_kernels.wy_solve.sizes import CHANNELS, HALF, Sizes
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One warpgroup of one program.
+
+    Attributes:
+      interpreted: True under the interpreter, which lacks wgmma with registers.
+      group: 0 solves, 1 reads; both multiply.
+      b, h, tile: sequence, value head and tile of 128 value channels.
+      count: active rows of the tree.
+      s: SMEM by the names of ``sizes.scratch_types``.
+      inputs: GMEM references by name.
+      out, u: [B, N, Hv, dv] outputs and pseudo-values in GMEM.
+    """
+
+    sizes: Sizes
+    interpreted: bool
+    group: Any
+    b: Any
+    h: Any
+    tile: Any
+    count: Any
+    s: SimpleNamespace
+    inputs: SimpleNamespace
+    out: Ref
+    u: Ref
+
+    @property
+    def key_head(self) -> Any:
+        return self.h // (self.sizes.value_heads // self.sizes.key_heads)
+
+    @property
+    def channels(self) -> Any:
+        return pl.ds(self.tile * CHANNELS, CHANNELS)
+
+    @property
+    def state(self) -> Ref:
+        """The 64 rows of the state that this warpgroup multiplies.
+
+        Past the last value row (dv = 64) the last rows are read again; nobody uses the result.
+        """
+        last = self.sizes.value_dim - HALF
+        first = jnp.minimum(self.tile * CHANNELS + self.group * HALF, last)
+        return self.inputs.R.at[self.inputs.layer[0], self.b, self.h, pl.ds(first, HALF)]
+
+    @property
+    def owns_state(self) -> Any:
+        """False for a warpgroup that reads somebody else's rows."""
+        return self.tile * CHANNELS + self.group * HALF < self.sizes.value_dim
+
+
+def together(p: Program) -> None:
+    """Wait until both warpgroups are here; what either wrote before is visible after."""
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(p.s.together)
+    plgpu.barrier_wait(p.s.together)
+
+
+def pick(tile: jax.Array, column: Any, layout: Any) -> jax.Array:
+    """One column of a register tile, as a vector along its rows.
+
+    With a static column and a thread a row it compiles to nothing: adding -0.0 changes no bits.
+    """
+    index = plgpu.broadcasted_iota(jnp.int32, tile.shape, 1, layout=layout)
+    return jnp.sum(jnp.where(index == column, tile, -0.0), axis=1)

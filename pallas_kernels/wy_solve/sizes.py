@@ -1,0 +1,137 @@
+"""Static sizes of a tree WY solve, the SMEM it takes, and what its kernel cannot do."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+SEGMENT = 32  # rows of a tree that are solved at a time
+CHANNELS = 128  # value channels of a program, one a thread
+HALF = 64  # rows of R0 that a warpgroup multiplies
+BLOCK = 8  # rows of the substitution that share a register tile
+STRIDE = 2 * SEGMENT + BLOCK  # of the products in SMEM: spreads the channels over the banks
+CHUNK = 32  # columns of R0 that are split and multiplied at a time
+EARLY = 2  # chunks loaded before anything else; more would cost the second program of an SM
+SMEM_LIMIT = 227 * 1024
+
+PAIRS = {
+    # (term of the left factor, term of the right one): smallest products first.
+    "ieee": ((2, 0), (1, 1), (0, 2), (1, 0), (0, 1), (0, 0)),
+    "bf16x3": ((1, 0), (0, 1), (0, 0)),
+    "tf32": (),
+}
+PRECISIONS = tuple(PAIRS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Sizes of one call, padded: rows to 8 up to 32 and to 32 beyond; dk to 16 or to
+    32s, dv to 64s.
+
+    Attributes:
+      rows: N, rows of a tree.
+      path: rows of the previous path that is committed first, 0 for none.
+    """
+
+    batch: int
+    rows: int
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: Any
+    precision: str
+    path: int = 0
+
+    @property
+    def segment_rows(self) -> int:
+        return min(self.rows, SEGMENT)
+
+    @property
+    def segments(self) -> int:
+        return -(-self.rows // SEGMENT)
+
+    @property
+    def chunks(self) -> list[tuple[int, int]]:
+        """(start, width) of the chunks of a key."""
+        return [(c, min(CHUNK, self.key_dim - c)) for c in range(0, self.key_dim, CHUNK)]
+
+    @property
+    def tf32(self) -> bool:
+        return self.precision == "tf32"
+
+    @property
+    def terms(self) -> int:
+        """Bfloat16 terms of a key or query; a bfloat16 one is exact by itself."""
+        if self.dtype == jnp.bfloat16 or self.tf32:
+            return 1
+        return 1 + max(right for _, right in PAIRS[self.precision])
+
+    @property
+    def staged(self) -> bool:
+        """Keys and queries are converted on their way to the tensor cores."""
+        return (self.dtype == jnp.bfloat16) == self.tf32
+
+    @property
+    def state_pairs(self) -> tuple[tuple[int, int], ...]:
+        """Terms of R0 and of a key that are multiplied."""
+        return tuple(pair for pair in PAIRS[self.precision] if pair[1] < self.terms)
+
+    @property
+    def key_pairs(self) -> tuple[tuple[int, int], ...]:
+        """Terms of two keys that are multiplied."""
+        return tuple(pair for pair in self.state_pairs if pair[0] < self.terms)
+
+
+def scratch_types(sizes: Sizes) -> dict[str, Any]:
+    """SMEM of one program; each warpgroup has its own ``lines`` and ``past``."""
+    width, rows, f32 = sizes.key_dim, sizes.segment_rows, jnp.float32
+    operand = f32 if sizes.tf32 else jnp.bfloat16
+    types: dict[str, Any] = {
+        "kq": _operands((sizes.terms, 2 * SEGMENT, width), operand),
+        "v": plgpu.SMEM((rows, CHANNELS), sizes.dtype),
+        "gates": plgpu.SMEM((2, 2 * SEGMENT, BLOCK), f32),
+        "lines": plgpu.SMEM((2, 2, 2 * SEGMENT), f32),
+        "products": plgpu.SMEM((CHANNELS, STRIDE), f32),
+        "coupling": plgpu.SMEM((SEGMENT, 2 * SEGMENT), f32),
+        "u": plgpu.SMEM((rows, CHANNELS), f32),
+        "loaded": plgpu.Barrier(num_arrivals=7),
+        "together": plgpu.Barrier(num_arrivals=2),
+        "solved": plgpu.Barrier(num_arrivals=1, num_barriers=rows // BLOCK),
+    }
+    if sizes.staged:
+        types["raw"] = plgpu.SMEM((2 * SEGMENT, width), sizes.dtype)
+    if sizes.tf32:
+        types["state"] = _operands((2, HALF, width), f32)
+    if sizes.segments > 1:
+        types["past"] = plgpu.SMEM((2, 2, sizes.segments, 2 * SEGMENT), f32)
+        types["earlier"] = _operands((sizes.terms, 2 * SEGMENT, width), operand)
+        types["fetched"] = plgpu.Barrier(num_arrivals=1)
+    if sizes.path:
+        types["path_k"] = plgpu.SMEM((sizes.path, width), sizes.dtype)
+        types["path_u"] = plgpu.SMEM((sizes.path, CHANNELS), f32)
+        types["path_g"] = plgpu.SMEM((sizes.path, BLOCK), f32)
+        types["path_loaded"] = plgpu.Barrier(num_arrivals=3)
+    return types
+
+
+def smem_bytes(sizes: Sizes) -> int:
+    """Bytes of SMEM of one program."""
+    arrays = [t for t in scratch_types(sizes).values() if hasattr(t, "dtype")]
+    return sum(_bytes(t) for t in arrays) + 1024
+
+
+def _bytes(smem: Any) -> int:
+    count = jnp.dtype(smem.dtype).itemsize if jnp.issubdtype(smem.dtype, jnp.number) else 64
+    for side in smem.shape:
+        count *= side
+    return count
+
+
+def _operands(shape: tuple[int, ...], dtype: Any) -> Any:
+    """SMEM in the swizzled tiling that wgmma reads, in tiles that a chunk can be cut from."""
+    bits = 8 * jnp.dtype(dtype).itemsize
+    swizzle = plgpu.find_swizzle(min(shape[-1], CHUNK) * bits)
+    tiling = plgpu.TilingTransform((8, 8 * swizzle // bits))
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))

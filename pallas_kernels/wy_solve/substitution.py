@@ -1,0 +1,123 @@
+"""Forward substitution and the outputs behind it, one value channel a thread.
+
+Nothing crosses threads: a row of (I + L) is a line of SMEM that all threads read at once, and a
+block of eight unknowns of a channel is one row of a register tile.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.tiles import Ref, along_columns, along_rows, load
+from pallas_kernels.wy_solve.program import Program, pick
+from pallas_kernels.wy_solve.sizes import BLOCK, CHANNELS, SEGMENT
+
+CHANNEL_TILE = plgpu.Layout.TCGEN05_TMEM_NATIVE(4)
+PER_CHANNEL = CHANNEL_TILE.reduce(1)
+PER_ROW = CHANNEL_TILE.reduce(0)
+TILE = (CHANNELS, BLOCK)
+READS = SEGMENT // BLOCK  # blocks of ``products`` and ``coupling`` from here on are outputs'
+
+
+def solve_segment(p: Program, start: jax.Array) -> None:
+    """Pseudo-values of the segment's rows, to SMEM for the outputs and to GMEM for the commit."""
+
+    def solve_block(block, carry):
+        X = _add_solved(p, load(_block(p, block), CHANNEL_TILE), block, block)
+        for column in range(BLOCK):
+            i = BLOCK * block + column
+            v = load(p.s.v.at[i], PER_CHANNEL).astype(jnp.float32)
+            u = pick(X, column, CHANNEL_TILE) + p.s.lines[0, 1, i] * v
+            p.s.u.at[i][...] = u
+            p.u.at[p.b, start + i, p.h, p.channels][...] = u
+            X = X + _outer(u, _line(p, i, block))
+        plgpu.barrier_arrive(p.s.solved.at[block])
+        return carry
+
+    lax.fori_loop(0, _blocks(p, start), solve_block, 0)
+
+
+def read_segment(p: Program, start: jax.Array) -> None:
+    """Outputs of the segment's rows, each block as soon as it is solved; inactive rows are 0."""
+
+    def read_block(block, carry):
+        reads = _add_solved(p, load(_block(p, READS + block), CHANNEL_TILE), READS + block, block)
+        plgpu.barrier_wait(p.s.solved.at[block])
+        reads = _add_block(p, reads, READS + block, block)
+        for column in range(BLOCK):
+            i = start + BLOCK * block + column
+            value = pick(reads, column, CHANNEL_TILE)
+
+            @pl.when(i < p.count)
+            def _(i=i, value=value):
+                p.out.at[p.b, i, p.h, p.channels][...] = value
+
+        return carry
+
+    lax.fori_loop(0, _blocks(p, start), read_block, 0)
+
+
+def add_earlier_segment(p: Program, segment: jax.Array) -> None:
+    """What the rows of an earlier segment contribute to this one's products, outputs' by group 1.
+
+    The pseudo-values are read back from GMEM, where this program wrote them.
+    """
+
+    def update_block(block, carry):
+        target = READS * p.group + block
+
+        def add(c, X):
+            for column in range(BLOCK):
+                i = BLOCK * c + column
+                row = p.u.at[p.b, SEGMENT * segment + i, p.h, p.channels]
+                X = X + _outer(load(row, PER_CHANNEL), _line(p, i, target))
+            return X
+
+        X = load(_block(p, target), CHANNEL_TILE)
+        _block(p, target)[...] = lax.fori_loop(0, SEGMENT // BLOCK, add, X)
+        return carry
+
+    lax.fori_loop(0, SEGMENT // BLOCK, update_block, 0)
+
+
+def clear_rows(p: Program, start: jax.Array, stop: int) -> None:
+    """Outputs of inactive rows are 0, whatever their operands were."""
+    zeros = plgpu.layout_cast(jnp.zeros((CHANNELS,), jnp.float32), PER_CHANNEL)
+
+    def clear(i, carry):
+        p.out.at[p.b, i, p.h, p.channels][...] = zeros
+        return carry
+
+    lax.fori_loop(start, stop, clear, 0)
+
+
+def _blocks(p: Program, start: jax.Array) -> jax.Array:
+    """Blocks of this segment that hold active rows."""
+    active = jnp.minimum(p.count - start, p.sizes.segment_rows)
+    return (active + BLOCK - 1) // BLOCK
+
+
+def _block(p: Program, block: jax.Array) -> Ref:
+    return p.s.products.at[:, pl.ds(BLOCK * block, BLOCK)]
+
+
+def _line(p: Program, row: jax.Array, block: jax.Array) -> jax.Array:
+    """How row ``row``'s pseudo-value enters the eight columns of a block."""
+    return load(p.s.coupling.at[row, pl.ds(BLOCK * block, BLOCK)], PER_ROW)
+
+
+def _outer(u: jax.Array, line: jax.Array) -> jax.Array:
+    return along_rows(u, TILE) * along_columns(line, TILE)
+
+
+def _add_block(p: Program, X: jax.Array, target: jax.Array, block: jax.Array) -> jax.Array:
+    for column in range(BLOCK):
+        i = BLOCK * block + column
+        X = X + _outer(load(p.s.u.at[i], PER_CHANNEL), _line(p, i, target))
+    return X
+
+
+def _add_solved(p: Program, X: jax.Array, target: jax.Array, before: jax.Array) -> jax.Array:
+    return lax.fori_loop(0, before, lambda c, X: _add_block(p, X, target, c), X)

@@ -1,0 +1,237 @@
+"""The WY kernels against the float64 recurrence: trees of any packing, odd sizes, both dtypes.
+
+Tolerance: 3e-7 relative RMS, the bound for float32-accurate products on 28 rows (a sequential
+float32 recurrence has 1e-7 to 3e-7); operands are rounded to their dtype first, so bfloat16 keys
+cost nothing.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+import random_trees
+from kernel_cases import expected, lower_for_h200, make_case, relative_rms
+
+from pallas_kernels.wy_commit import wy_commit
+from pallas_kernels.wy_solve import PathFactors, wy_commit_solve, wy_solve
+
+IEEE = 3e-7
+RNG = np.random.default_rng(5)
+
+
+def ancestors_of(case):
+    """[B, N, N] bool, row i marks itself and its ancestors; inactive rows mark nothing."""
+    seen = np.zeros((*case.parent.shape, case.parent.shape[1]), bool)
+    for b, tree in enumerate(case.trees):
+        for node in range(len(tree)):
+            seen[b, node, oracle.path_to(tree, node)] = True
+    return jnp.asarray(seen)
+
+
+def order_of(case):
+    """A topological order of every tree's rows, inactive rows last."""
+    rows = []
+    for tree in case.trees:
+        order = list(oracle.parents_first(tree)) if tree else []
+        rows.append(order + [i for i in range(case.parent.shape[1]) if i not in order])
+    return jnp.asarray(rows, jnp.int32)
+
+
+def solve(case, precision="ieee", implementation="interpret"):
+    @jax.jit
+    def run(R, layer, order):
+        operands = case.q, case.k, case.v, case.g, case.beta, ancestors_of(case), case.size
+        return wy_solve(
+            R, layer, *operands, precision=precision, order=order, implementation=implementation
+        )
+
+    return run(case.R, jnp.int32(case.layer), order_of(case))
+
+
+def check_outputs(case, out, bound=IEEE):
+    for b, tree in enumerate(case.trees):
+        if tree:
+            assert relative_rms(out[b, : len(tree)], expected(case, b)[0]) < bound, (b, tree)
+        assert not np.any(out[b, len(tree) :])
+
+
+def factors(case, u, b, node):
+    """(nodes, k, u, g) of the path to a node of sequence b."""
+    nodes = oracle.path_to(case.trees[b], node)
+    return nodes, case.k[b, nodes], u[b, nodes], case.g[b, nodes]
+
+
+CASES = {
+    "one": ([[-1]], 8, (1, 1), (16, 64), "float32"),
+    "chain-7": ([random_trees.chain(7)], 8, (1, 1), (16, 64), "bfloat16"),
+    "star-7": ([random_trees.star(7)], 8, (1, 1), (32, 64), "float32"),
+    "comb-27": ([random_trees.comb(27)], 32, (1, 1), (24, 40), "float32"),
+    "random-31": ([random_trees.random_parents(RNG, 31)], 31, (1, 1), (48, 64), "bfloat16"),
+    "children-first": (
+        [random_trees.children_first(random_trees.random_parents(RNG, 13))[0], [], [-1, 0]],
+        16, (1, 3), (16, 128), "float32",
+    ),
+    "hydra27": ([random_trees.HYDRA27], 32, (1, 1), (128, 128), "bfloat16"),
+    "segments": ([random_trees.random_parents(RNG, 70), [-1]], 96, (1, 1), (16, 64), "float32"),
+    "segments-bf16": ([random_trees.chain(40)], 64, (1, 1), (16, 64), "bfloat16"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_solve_gives_the_recurrence(name):
+    trees, capacity, heads, dims, dtype = CASES[name]
+    case = make_case(trees, capacity, heads, dims, jnp.dtype(dtype), seed=len(name))
+    out, u = solve(case)
+    check_outputs(case, out)
+    reference = solve(case, implementation="xla")
+    check_outputs(case, reference[0])
+    for b, tree in enumerate(trees):
+        if tree:
+            assert relative_rms(u[b, : len(tree)], reference[1][b, : len(tree)]) < 2 * IEEE
+
+
+@pytest.mark.parametrize("implementation", ["interpret", "xla"])
+def test_correlated_keys_stay_at_the_recurrence(implementation):
+    case = make_case([random_trees.HYDRA27, random_trees.chain(28)], 32, (1, 1), (32, 64),
+                     kind="correlated")  # fmt: skip
+    out, u = solve(case, implementation=implementation)
+    check_outputs(case, out)
+    R = commit(case, u, [26, 27], implementation)
+    for b, node in enumerate([26, 27]):
+        assert relative_rms(R[-1, b], expected(case, b)[1][node]) < IEEE
+
+
+def commit(case, u, nodes, implementation="interpret"):
+    """The pool after committing the path to one node of every sequence, None for no path."""
+    capacity = case.parent.shape[1]
+    table, length = np.full((len(nodes), capacity), -1, np.int32), []
+    for b, node in enumerate(nodes):
+        path = [] if node is None else oracle.path_to(case.trees[b], node)
+        table[b, : len(path)] = path
+        length.append(len(path))
+    layers = case.R.shape[0]
+    k, u, g = (jnp.stack([x] * layers) for x in (case.k, u, case.g))
+    run = jax.jit(wy_commit, static_argnames="implementation")
+    return run(case.R, k, u, g, table, jnp.asarray(length), implementation=implementation)
+
+
+@pytest.mark.parametrize(
+    "dims,dtype", [((16, 64), "float32"), ((24, 40), "bfloat16"), ((128, 128), "bfloat16")]
+)
+def test_commit_gives_the_state_in_all_layers(dims, dtype):
+    trees = [random_trees.random_parents(RNG, 13), [-1, 0, 1], []]
+    case = make_case(trees, 16, (1, 2), dims, jnp.dtype(dtype))
+    _, u = solve(case, implementation="xla")
+    u = jnp.where(jnp.arange(16)[None, :, None, None] < case.size[:, None, None, None], u, jnp.nan)
+    R = commit(case, u, [9, None, None])
+    assert relative_rms(R[case.layer, 0], expected(case, 0)[1][9]) < IEEE
+    for b in (1, 2):  # no path: not a bit changes
+        np.testing.assert_array_equal(R[:, b], case.R[:, b])
+    assert relative_rms(R, commit(case, u, [9, None, None], "xla")) < IEEE
+
+
+@pytest.mark.parametrize("dims,dtype", [((16, 64), "float32"), ((48, 128), "bfloat16")])
+@pytest.mark.parametrize("implementation", ["interpret", "xla"])
+def test_fused_commit_continues_from_the_committed_state(dims, dtype, implementation):
+    trees = [random_trees.random_parents(RNG, 13), random_trees.random_parents(RNG, 9), []]
+    first = make_case(trees, 16, (1, 2), dims, jnp.dtype(dtype), seed=1)
+    second = make_case(trees, 16, (1, 2), dims, jnp.dtype(dtype), seed=2)
+    _, u = solve(first, implementation="xla")
+    paths = [factors(first, u, 0, 7), None, None]
+    longest = 5
+
+    def padded(part, like):
+        rows = [jnp.zeros((longest, *like.shape[2:]), like.dtype)] * 3
+        rows[0] = rows[0].at[: len(paths[0][0])].set(paths[0][part][:longest])
+        return jnp.stack(rows)
+
+    previous = PathFactors(
+        padded(1, first.k),
+        padded(2, u),
+        padded(3, first.g),
+        jnp.asarray([min(len(paths[0][0]), longest), 0, 0], jnp.int32),
+    )
+    node = paths[0][0][min(len(paths[0][0]), longest) - 1]
+
+    @jax.jit
+    def run(R, layer, previous):
+        case = second
+        operands = case.q, case.k, case.v, case.g, case.beta, ancestors_of(case), case.size
+        return wy_commit_solve(
+            R, layer, previous, *operands, order=order_of(case), implementation=implementation
+        )
+
+    out, _, R = run(first.R, jnp.int32(first.layer), previous)
+    middle = expected(first, 0)[1][node]
+    assert relative_rms(R[first.layer, 0], middle) < IEEE
+    np.testing.assert_array_equal(R[:, 1:], first.R[:, 1:])
+    np.testing.assert_array_equal(R[: first.layer], first.R[: first.layer])
+    o = second.operands
+    rows = (x[0, :13] for x in (o.q, o.k, o.v, o.g, o.beta))
+    wanted, _ = oracle.delta_rule_tree(middle, trees[0], *rows)
+    assert relative_rms(out[0, :13], wanted) < 2 * IEEE  # two recurrences in a row
+    assert not np.any(out[2])
+
+
+@pytest.mark.parametrize("precision,bound", [("bf16x3", 3e-5), ("tf32", 2e-3)])
+def test_lower_precisions_stay_within_their_stated_error(precision, bound):
+    case = make_case([random_trees.HYDRA27], 32, (1, 1), (32, 64), kind="correlated")
+    check_outputs(case, solve(case, precision)[0], bound)
+
+
+def test_fc09_extreme_decays_and_degenerate_keys():
+    """FC-09: log decays of -30 a row, zero keys, identical keys with write strength 1: finite."""
+    case = make_case([random_trees.chain(27)], 32, (1, 1), (16, 64))
+    for g, k in ((-30.0, case.k), (-1e-4, jnp.zeros_like(case.k)), (-1e-4, case.k[:, :1])):
+        object.__setattr__(case, "g", jnp.full_like(case.g, g))
+        object.__setattr__(case, "k", jnp.broadcast_to(k, case.k.shape))
+        object.__setattr__(case, "beta", jnp.ones_like(case.beta))
+        exact = (case.q, case.k, case.v, case.g, case.beta)
+        object.__setattr__(
+            case, "operands", type(case.operands)(*(np.asarray(x, np.float64) for x in exact))
+        )
+        check_outputs(case, solve(case)[0], 1e-6)
+
+
+@pytest.mark.parametrize(
+    "batch,rows,dtype", [(1, 32, "bfloat16"), (8, 32, "float32"), (1, 128, "bfloat16")]
+)
+def test_kernels_lower_for_an_h200(batch, rows, dtype):
+    """The kernel and not its reference, at the size of a 27B model's layer."""
+    dtype = jnp.dtype(dtype)
+    of = jax.ShapeDtypeStruct
+    heads, width = (16, 48), 128
+    q = of((batch, rows, heads[0], width), dtype)
+    v = of((batch, rows, heads[1], width), dtype)
+    g = of((batch, rows, heads[1]), jnp.float32)
+    R = of((2, batch, heads[1], width, width), jnp.float32)
+    seen, size = of((batch, rows, rows), jnp.bool_), of((batch,), jnp.int32)
+    layer = of((), jnp.int32)
+
+    def verify(R, layer, *operands):
+        return wy_solve(R, layer, *operands, implementation="mosaic_gpu")
+
+    assert "mosaic_gpu" in lower_for_h200(verify, R, layer, q, q, v, g, g, seen, size)
+    u = of(v.shape, jnp.float32)
+    path = PathFactors(*(of((batch, 12, *x.shape[2:]), x.dtype) for x in (q, u, g)), size)
+
+    def fused(R, layer, previous, *operands):
+        return wy_commit_solve(R, layer, previous, *operands, implementation="mosaic_gpu")
+
+    assert "mosaic_gpu" in lower_for_h200(fused, R, layer, path, q, q, v, g, g, seen, size)
+
+    def publish(R, k, u, g, nodes, length):
+        return wy_commit(R, k, u, g, nodes, length, implementation="mosaic_gpu")
+
+    stacked = [of((2, *x.shape), x.dtype) for x in (q, u, g)]
+    nodes = of((batch, 12), jnp.int32)
+    assert "mosaic_gpu" in lower_for_h200(publish, R, *stacked, nodes, size)
+
+
+def test_mistakes_are_named():
+    case = make_case([[-1, 0]], 8)
+    with pytest.raises(ValueError, match="precision 'fp8' is unknown, expected one of: ieee"):
+        solve(case, precision="fp8")
+    with pytest.raises(ValueError, match="'mosaic_gpu': the kernels need a Hopper GPU"):
+        solve(case, implementation="mosaic_gpu")
