@@ -136,14 +136,23 @@ def tree_scan(
         out_r, states_r, spill_r = rest[0], rest[export], rest[-1]  # the last two if they exist
         b, h, tile_index = lax.axis_index("b"), lax.axis_index("h"), lax.axis_index("v")
         rows = pl.ds(tile_index * TILE, TILE)
-        size = size_r[b]
+        size, layer = size_r[b], layer_r[0]
         spill = spill_r.at[b, h, :, rows] if spilled else None
         stack = _Stack(smem.get("stack"), spill, key_dim)
 
-        @pl.when(size > 0)
+        def clear(t, _):
+            out_r[b, node_r[b, t], h, rows] = plgpu.layout_cast(jnp.zeros(TILE, jnp.float32), ROWS)
+            return _
+
+        @pl.when(size == 0)
+        def _():
+            lax.fori_loop(0, capacity, clear, 0)
+
+        @pl.when((size > 0) & (layer >= 0))  # always so: it has both fetched at once
         def _():
             key_head = h // (value_heads // key_heads)
             group = pl.ds(h // GROUP * GROUP, GROUP)
+            R = load(R_r.at[layer, b, h, rows], WG)
             for source, target in (
                 (k_r.at[b, :, key_head], smem["key"]),
                 (q_r.at[b, :, key_head], smem["query"]),
@@ -155,7 +164,7 @@ def tree_scan(
                 (save_r.at[b], smem["walk"].at[2, pl.ds(0, capacity)]),
             ):
                 plgpu.copy_gmem_to_smem(source, target, smem["barrier"])
-            R = load(R_r.at[layer_r[0], b, h, rows], WG)
+            lax.fori_loop(size, capacity, clear, 0)  # while the copies arrive
             plgpu.barrier_wait(smem["barrier"])
             keys, queries = smem["key"], smem["query"]
             if plan.widen:
@@ -164,33 +173,29 @@ def tree_scan(
                 _widen(smem["query"], queries)
                 plgpu.commit_smem()
 
-            def ahead(t):
-                """What step t needs first, read a step early so that no step starts with waits."""
-                node = smem["walk"][0, t]
-                return node, smem["gates"][0, node, h % GROUP], smem["gates"][1, node, h % GROUP]
+            def visit(t):
+                """What a step needs at once; read a step early so that none starts with waits."""
+                node, kept, gates = smem["walk"][0, t], smem["walk"], smem["gates"]
+                head = h % GROUP
+                return node, kept[1, t], kept[2, t], gates[0, node, head], gates[1, node, head]
 
             def step(t, carry):
-                R, node, alpha, beta = carry
-                following = ahead(jnp.minimum(t + 1, capacity - 1))
-                R = stack.load(smem["walk"][1, t], R)
+                R, (node, slot, keep, alpha, beta) = carry
+                following = visit(jnp.minimum(t + 1, capacity - 1))
+                R = stack.load(slot, R)
                 key = load(keys.at[node], COLS).astype(jnp.float32)
                 value = load(smem["value"].at[node], ROWS).astype(jnp.float32)
                 R = advance(R, key, value, alpha, beta)
-                out_r[b, node, h, rows] = read(R, load(queries.at[node], COLS).astype(jnp.float32))
-                stack.save(smem["walk"][2, t], R)
+                o = read(R, load(queries.at[node], COLS).astype(jnp.float32))
+                stack.save(keep, R)
+                out_r[b, node, h, rows] = o
                 if export:
                     _export(smem["ring"].at[t % 2], states_r.at[b, node, h, rows], R)
-                return R, *following
+                return R, following
 
-            lax.fori_loop(0, size, step, (R, *ahead(0)))
+            lax.fori_loop(0, size, step, (R, visit(0)))
             if export:
                 plgpu.wait_smem_to_gmem(0)
-
-        def clear(t, _):
-            out_r[b, node_r[b, t], h, rows] = plgpu.layout_cast(jnp.zeros(TILE, jnp.float32), ROWS)
-            return _
-
-        lax.fori_loop(size, capacity, clear, 0)
 
     scratch: dict[str, Any] = {name: plgpu.SMEM(*array) for name, array in plan.arrays.items()}
     if export:
