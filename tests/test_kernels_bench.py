@@ -11,7 +11,7 @@ import oracle
 import pytest
 from random_trees import HYDRA27
 
-from pallas_kernels.bench import gate, peers, programs, run, state_error
+from pallas_kernels.bench import gate, kernels, peers, programs, run, state_error, timing
 from pallas_kernels.bench.__main__ import main
 from pallas_kernels.bench.cases import base_count, conv_rows, make_case
 from pallas_kernels.bench.gate import Error, Meter, Verdict
@@ -240,17 +240,44 @@ def test_floors_of_the_27b_model_on_an_h200():
 
 def test_rounds_rotate_and_stop_after_the_limit():
     order = []
-    timed = [Timed(name, lambda calls, name=name: order.append(name)) for name in "abc"]
+    waits = []
+
+    def note(name):
+        order.append(name)
+        return lambda: waits.append(name)
+
+    timed = [Timed(name, lambda calls, name=name: note(name)) for name in "abc"]
     timed[1].share = 0.5
     summaries = measure_rounds(timed, 5, lambda: len(order) >= 5, lambda done: None)
-    assert order == list("abcbca")
+    assert order == waits == list("abcbca")
     assert all(summary.rounds == 2 for summary in summaries.values())
 
 
-def test_a_sample_makes_no_more_calls_than_fit():
-    timed = Timed("x", lambda calls: None, most_calls=7)
-    choose_calls(timed)
-    assert timed.calls == 7
+def test_short_calls_are_queued_and_no_more_than_fit(monkeypatch):
+    now = [0.0]
+
+    def pass_time(seconds):
+        now[0] += seconds
+
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    lead = timing.Lead(64)
+    lead.seconds = 3.0
+    monkeypatch.setattr(lead, "start", lambda: pass_time(1.0))
+    # The host takes 0.25 ms a call; the device, busy with the lead at first, 0.5 ms.
+    done = [lambda: pass_time(2.0 + 0.00025 * timed.calls)]
+    timed = Timed("x", lambda calls: (pass_time(0.00025 * calls), done[0])[1], most_calls=7)
+    timed.run(1)
+    monkeypatch.setattr(timed, "lead", lead)
+    timed.calls = 4
+    assert timed.sample() == pytest.approx(0.0005) and timed.host == pytest.approx(0.00025)
+
+    done[0] = lambda: None
+    timed = Timed("x", lambda calls: (pass_time(0.00025 * calls), done[0])[1], most_calls=7)
+    choose_calls(timed, lead)
+    assert timed.calls == 7 and timed.lead is lead
+    slow = Timed("x", lambda calls: (pass_time(0.5 * calls), done[0])[1])
+    choose_calls(slow, lead)
+    assert slow.calls == 1 and slow.lead is None
 
 
 def test_a_time_limit_keeps_what_there_is(tmp_path):
@@ -266,7 +293,7 @@ def test_ratios_compare_the_same_work():
     for batch, name, ms in ((1, "wy_solve+replay", 0.5), (1, "fla per path + replay", 3.0),
                             (8, "fla per path + replay", 9.0), (1, "fla replay", 1.0)):  # fmt: skip
         verdict = Verdict({}, ())
-        time = Summary(ms, ms, ms, 1, 1)
+        time = Summary(ms, ms, ms, 1, 1, 0.1)
         report.rows.append(Row(batch, name, "x", 2, 1000, verdict, time=time))
     assert report.ratio(report.rows[0]) == 6.0
     assert report.ratio(report.rows[1]) is None
@@ -366,3 +393,33 @@ def test_missing_peers_cost_one_line(case, monkeypatch, capsys):
     assert peers.make_peers(case, run.Truth(case)) == []
     shown = capsys.readouterr().err
     assert shown.count("\n") == 1 and "pip install torch flash-linear-attention" in shown
+
+
+# What a device adds.
+
+
+def test_kernels_are_grouped_by_name(monkeypatch):
+    launches = [("solve", 0.25), ("small", 0.125), ("solve", 0.5)]
+    monkeypatch.setattr(
+        kernels.profiler, "measure", lambda step, aggregate: lambda *operands: (None, launches)
+    )
+    assert kernels.list_kernels(lambda pool, operands: pool, jnp.zeros(1), ()) == [
+        ("solve", 2, 0.75), ("small", 1, 0.125),
+    ]  # fmt: skip
+
+
+def test_batch_sizes_share_a_time_limit(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(run.time, "monotonic", lambda: now[0])
+    clock = run.Clock(90.0)
+    first = clock.part(3)
+    now[0] = 29.0
+    assert not first()
+    now[0] = 30.0
+    assert first() and not clock.over
+    second = clock.part(2)  # half of the 60 seconds that are left
+    now[0] = 59.0
+    assert not second()
+    now[0] = 60.0
+    assert second()
+    assert not run.Clock(None).part(3)()

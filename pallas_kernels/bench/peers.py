@@ -64,15 +64,15 @@ def make_peers(case: Case, truth: Truth) -> list[Peer]:
     if not torch.cuda.is_available():
         say("peers left out: this PyTorch sees no CUDA device")
         return []
-    plans = [loop_plan(torch, case, truth)]
-    if "fla" not in missing:
-        try:
-            plans += fla_plans(
-                torch, importlib.import_module("fla.ops.gated_delta_rule"), case, truth
-            )
-        except Exception as error:  # whatever a foreign package raises must not end the run
-            say(f"FLA left out: {one_line(error)}")
-    peers = []
+    peers: list[Peer] = []
+    try:
+        plans = [loop_plan(torch, case, truth)]
+        if "fla" not in missing:
+            fla = importlib.import_module("fla.ops.gated_delta_rule")
+            plans += fla_plans(torch, fla, case, truth)
+    except Exception as error:  # whatever a foreign package raises must not end the run
+        say(f"peers left out: {one_line(error)}")
+        return peers
     for plan in plans:
         try:
             peers.append(_capture(torch, plan, len(case.layers)))
@@ -106,10 +106,10 @@ def _capture(torch: Any, plan: Plan, layers: int) -> Peer:
     meter = Meter()
     plan.check(result, meter)
 
-    def run(calls: int) -> None:
+    def run(calls: int) -> Callable[[], Any]:
         for _ in range(calls):
             graph.replay()
-        torch.cuda.synchronize()
+        return torch.cuda.synchronize
 
     errors = meter.errors()
     problems = tuple(

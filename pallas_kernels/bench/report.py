@@ -19,11 +19,12 @@ import jax
 from rich.table import Table
 
 from pallas_kernels.bench.gate import Verdict
+from pallas_kernels.bench.kernels import Kernel
 from pallas_kernels.bench.peers import BOTH, PER_PATH, PUBLISH
 from pallas_kernels.bench.programs import POLICIES
 from pallas_kernels.bench.settings import Settings
 from pallas_kernels.bench.state_error import StateError
-from pallas_kernels.bench.timing import CLOCK, Summary
+from pallas_kernels.bench.timing import CLOCK, QUEUED, Summary
 
 RIVALS = {
     "path_scan": PER_PATH,
@@ -47,6 +48,7 @@ class Row:
       layers: that were run; ``time`` is scaled to all.
       bytes: the floor, for all layers.
       scratch_bytes: what XLA allocates beside arguments and results.
+      kernels: what CUPTI saw, for the layers that were run; None if it was not asked.
     """
 
     batch: int
@@ -57,6 +59,7 @@ class Row:
     verdict: Verdict
     scratch_bytes: int | None = None
     time: Summary | None = None
+    kernels: list[Kernel] | None = None
 
     @property
     def policy(self) -> str:
@@ -73,6 +76,10 @@ class Report:
         self.rows: list[Row] = []
         self.errors: list[StateError] = []
         self.complete = False
+
+    @property
+    def clock(self) -> str:
+        return QUEUED if self.environment["platform"] == "gpu" else CLOCK
 
     @property
     def green(self) -> bool:
@@ -96,7 +103,7 @@ class Report:
         return {
             "environment": self.environment,
             "settings": settings,
-            "clock": CLOCK,
+            "clock": self.clock,
             "complete": self.complete,
             "copy_bytes_per_s": {str(batch): value for batch, value in self.bandwidth.items()},
             "rows": [self._flat(row) for row in self.rows],
@@ -132,8 +139,10 @@ class Report:
             "median_ms": time.median if time else None,
             "p10_ms": time.low if time else None,
             "p90_ms": time.high if time else None,
+            "host_ms": time.host if time else None,
             "rounds": time.rounds if time else 0,
             "calls_per_sample": time.calls if time else None,
+            "kernels": None if row.kernels is None else [k._asdict() for k in row.kernels],
             "floor_ms": floor,
             "bandwidth_share": floor / time.median if time and floor else None,
             "peer": RIVALS.get(row.name),
@@ -149,13 +158,14 @@ class Report:
             title=f"B={batch}, {s.layers} layers of {s.value_heads}/{s.key_heads} heads x "
             f"{s.value_dim} x {s.key_dim}, {s.tree}, {s.dtype}, {s.precision}; "
             f"{self.environment['device']}, {copied}",
-            caption=f"clock: {CLOCK}. error: relative RMS against float64. MB, floor: bytes that "
-            "cannot be avoided, and their time at the copy's bandwidth.",
+            caption=f"clock: {self.clock}. error: relative RMS against float64. MB, floor: bytes "
+            "that cannot be avoided, and their time at the copy's bandwidth.",
         )
         table.add_column("operation")
         table.add_column("policy")
         table.add_column("by")
-        for name in ("error", "bits", "ms", "10-90 %", "MB", "floor", "of copy", "vs FLA"):
+        names = ("error", "bits", "ms", "10-90 %", "MB", "floor", "of copy", "vs FLA")
+        for name in (*names, *(["kernels, ms"] if s.cupti else [])):
             table.add_column(name, justify="right", no_wrap=True)
         for row in rows:
             table.add_row(*self._cells(row))
@@ -177,6 +187,7 @@ class Report:
             f"{floor:.3f}" if floor else "–",
             f"{100 * floor / time.median:.0f} %" if time and floor else "–",
             f"{ratio:.2f}x" if ratio else "",
+            *([_kernel_cell(row)] if self.settings.cupti else []),
         ]
 
     def error_table(self) -> Table:
@@ -194,6 +205,12 @@ class Report:
                 "FAILED" if e.problem else "" if e.bound is None else "ok" if e.ok else "EXCEEDED",
             )
         return table
+
+
+def _kernel_cell(row: Row) -> str:
+    if not row.kernels:
+        return ""
+    return f"{sum(k.count for k in row.kernels)}, {sum(k.ms for k in row.kernels):.3f}"
 
 
 def environment() -> dict[str, Any]:

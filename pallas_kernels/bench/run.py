@@ -16,11 +16,14 @@ from pallas_kernels.bench import gate, peers
 from pallas_kernels.bench.cases import Case, make_case
 from pallas_kernels.bench.gate import Verdict
 from pallas_kernels.bench.guard import INTERRUPTED, RED, one_line, say
+from pallas_kernels.bench.kernels import list_kernels
 from pallas_kernels.bench.programs import Program, make_program
 from pallas_kernels.bench.report import Report, Row
 from pallas_kernels.bench.settings import Settings
 from pallas_kernels.bench.state_error import measure_errors
 from pallas_kernels.bench.timing import (
+    MOST_CALLS,
+    Lead,
     Timed,
     Working,
     choose_calls,
@@ -66,6 +69,7 @@ class Run:
         self.clock = Clock(settings.time_limit)
         self.tree: Tree = make_tree(settings.tree)
         self.memory = _memory()
+        self._gpu = jax.devices()[0].platform == "gpu"
 
     def main(self) -> int:
         """The exit status; an interrupt still prints what there is."""
@@ -122,6 +126,8 @@ class Run:
                 if peer.verdict.green:
                     timed[row.name] = row, peer.timed
         self._rounds(batch, timed, over)
+        if settings.cupti:
+            self._list_kernels(case, [row for row, _ in timed.values()])
         timed.clear()
         peers.release()
 
@@ -161,8 +167,7 @@ class Run:
             compiled,
             working if program.publishes else case.pool,
             program.operands,
-            kept,
-            self.memory,
+            max(1, min(MOST_CALLS, self.memory // max(1, kept))),
             program.layers / self.settings.layers,
         )
         return row, entry
@@ -193,9 +198,10 @@ class Run:
     ) -> None:
         """Time everything that is green, and the copy that bandwidth is measured with."""
         copy, moved = time_copy(_copy_bytes())
+        lead = Lead(_copy_bytes()) if self._gpu else None
         entries = [copy, *(entry for _, entry in timed.values())]
         for entry in entries:
-            choose_calls(entry)
+            choose_calls(entry, lead if entry.name in self.settings.operations else None)
         with progress(f"B={batch} rounds", self.settings.repeats) as seen:
             summaries = measure_rounds(entries, self.settings.repeats, over, seen)
         self.report.bandwidth[batch] = 1e3 * moved / summaries[copy.name].median
@@ -203,6 +209,18 @@ class Run:
             row.time = summaries[name]
         self.report.write()
         self._tell(f"B={batch}: {summaries[copy.name].rounds} rounds")
+
+    def _list_kernels(self, case: Case, rows: list[Row]) -> None:
+        """Apart from the rounds, because CUPTI slows what it watches."""
+        for row in rows:
+            if row.name not in self.settings.operations:
+                continue  # a peer
+            program = make_program(row.name, case, self.memory)
+            try:
+                row.kernels = list_kernels(program.step, case.pool, program.operands)
+            except Exception as error:  # it is for insight: nothing depends on it
+                say(f"B={case.batch} {row.name}: CUPTI: {one_line(error)}")
+        self.report.write()
 
     def _errors(self) -> None:
         for error in measure_errors(self.settings):

@@ -44,6 +44,7 @@ class Settings:
     peers: str
     errors: str
     seed: int
+    cupti: bool
     time_limit: float | None
     json: Path | None
 
@@ -86,6 +87,11 @@ def make_parser() -> argparse.ArgumentParser:
         help="the table of state errors: after the timings, alone, or not at all",
     )
     add("--seed", type=int, default=0, metavar="N")
+    add(
+        "--cupti",
+        action="store_true",
+        help="after the rounds, also ask CUPTI for the kernels that each program launches",
+    )
     add(
         "--time-limit",
         type=_seconds,

@@ -78,7 +78,7 @@ def _measure(case: Case, tree: Tree, kind: str) -> Iterator[StateError]:
     truth = Truth(case)
     rows = truth.operands(0, 0)
     outputs, states = recurrence(exact(case.pool[0, 0]), tree.parents, rows, ends)
-    nodes = np.full((PATHS, tree.capacity), -1, np.int32)
+    nodes = np.full((PATHS, tree.bound), -1, np.int32)
     for line, path in zip(nodes, paths, strict=True):
         line[: len(path)] = path
     length = jnp.asarray([len(path) for path in paths], jnp.int32)

@@ -1,7 +1,10 @@
 """Interleaved wall times: rounds in which everything runs once, in an order that rotates.
 
-A sample is a number of calls in a row, chosen once so that it lasts long enough, then one wait for
-the device: dispatch overlaps with the calls before. Time is a call's share, in seconds.
+A sample is a number of calls in a row and one wait for the device. A program over many layers has
+hundreds of arguments, and handing them over can take the host longer than the device needs. On a
+GPU a short program is therefore queued behind a copy that keeps the device busy meanwhile, and the
+copy's own time is taken off: what is left is the device's, gaps between kernels included. That is
+also what the CUDA graphs of the peers measure.
 """
 
 import dataclasses
@@ -14,34 +17,82 @@ import jax.numpy as jnp
 import numpy as np
 
 CLOCK = "wall, of calls in a row up to block_until_ready"
+QUEUED = f"{CLOCK}; short programs queued behind a copy, whose time is taken off"
 SAMPLE_SECONDS = 0.01
-MOST_CALLS = 64
+MOST_CALLS = 24  # JAX lets 32 programs wait for a device
+SHORT_SECONDS = 0.005
+
+
+class Lead:
+    """Work for the device to be busy with while the host queues what is timed."""
+
+    STEPS = 12  # about a millisecond each on an H200
+
+    def __init__(self, size: int):
+        self.buffer = jnp.ones(size // 4, jnp.float32)
+        self.program = jax.jit(_copies, donate_argnums=0, static_argnums=1)
+        for _ in range(3):
+            self.start()
+        jax.block_until_ready(self.buffer)
+        self.seconds = float(np.median([self._alone() for _ in range(9)]))
+
+    def start(self) -> None:
+        self.buffer = self.program(self.buffer, self.STEPS)
+
+    def _alone(self) -> float:
+        start = time.perf_counter()
+        self.start()
+        jax.block_until_ready(self.buffer)
+        return time.perf_counter() - start
+
+
+def _copies(x: jax.Array, steps: int) -> jax.Array:
+    for _ in range(steps):
+        x = jax.lax.optimization_barrier(x + 1.0)
+    return x
 
 
 @dataclasses.dataclass
 class Timed:
-    """Something to time; ``run(calls)`` returns once the device is done.
+    """Something to time; ``run(calls)`` hands over the calls and returns how to wait for them.
 
     Attributes:
       most_calls: in a row, so that what they return fits in memory.
       share: what part of the layers it runs; times are divided by it.
+      lead: what to queue behind, set where a call is short.
+      host: seconds that the host took for a call, the least of all samples.
     """
 
     name: str
-    run: Callable[[int], None]
+    run: Callable[[int], Callable[[], Any]]
     most_calls: int = MOST_CALLS
     share: float = 1.0
     calls: int = 1
+    lead: Lead | None = None
+    host: float = float("inf")
+
+    def sample(self) -> float:
+        """Seconds of a call."""
+        start = time.perf_counter()
+        if self.lead is not None:
+            self.lead.start()
+        begun = time.perf_counter()
+        wait = self.run(self.calls)
+        self.host = min(self.host, (time.perf_counter() - begun) / self.calls)
+        wait()
+        total = time.perf_counter() - start
+        return (total - (self.lead.seconds if self.lead else 0.0)) / self.calls
 
 
 class Summary(NamedTuple):
-    """Milliseconds: median and 10th to 90th percentile over the rounds."""
+    """Milliseconds: median and 10th to 90th percentile over the rounds; the host's part."""
 
     median: float
     low: float
     high: float
     rounds: int
     calls: int
+    host: float
 
 
 class Working:
@@ -52,12 +103,16 @@ class Working:
 
 
 def time_program(
-    name: str, compiled: Callable, pool: jax.Array | Working, operands: Any, output_bytes: int,
-    memory: int, share: float,
-) -> Timed:  # fmt: skip
+    name: str,
+    compiled: Callable,
+    pool: jax.Array | Working,
+    operands: Any,
+    most_calls: int,
+    share: float,
+) -> Timed:
     """A compiled program ``(pool, operands) -> (outputs, pool or None)`` as something to time."""
 
-    def run(calls: int) -> None:
+    def run(calls: int) -> Callable[[], Any]:
         outputs = None
         for _ in range(calls):
             del outputs  # its memory serves the next call
@@ -65,10 +120,10 @@ def time_program(
                 outputs, pool.pool = compiled(pool.pool, operands)
             else:
                 outputs, _ = compiled(pool, operands)
-        jax.block_until_ready((outputs, pool.pool if isinstance(pool, Working) else None))
+        written = pool.pool if isinstance(pool, Working) else None
+        return lambda: jax.block_until_ready((outputs, written))
 
-    most = max(1, min(MOST_CALLS, memory // max(1, output_bytes)))
-    return Timed(name, run, most, share)
+    return Timed(name, run, most_calls, share)
 
 
 def time_copy(size: int) -> tuple[Timed, int]:
@@ -76,20 +131,22 @@ def time_copy(size: int) -> tuple[Timed, int]:
     source = jnp.ones(size // 4, jnp.float32)
     copy = jax.jit(lambda x: x + 1.0)  # an identity would not copy
 
-    def run(calls: int) -> None:
+    def run(calls: int) -> Callable[[], Any]:
         for _ in range(calls):
             made = copy(source)
-        jax.block_until_ready(made)
+        return lambda: jax.block_until_ready(made)
 
     return Timed("copy", run, most_calls=4), 2 * source.nbytes
 
 
-def choose_calls(timed: Timed) -> None:
-    """Warm up, then set the calls of a sample."""
-    timed.run(1)
-    seconds = _seconds(timed, 1)
+def choose_calls(timed: Timed, lead: Lead | None) -> None:
+    """Warm up, then set the calls of a sample and whether they are queued."""
+    timed.sample()
+    seconds = timed.sample()
     timed.calls = int(np.clip(np.ceil(SAMPLE_SECONDS / seconds), 1, timed.most_calls))
-    timed.run(timed.calls)
+    timed.lead = lead if seconds < SHORT_SECONDS else None
+    timed.sample()
+    timed.host = float("inf")
 
 
 def measure_rounds(
@@ -100,19 +157,14 @@ def measure_rounds(
     for done in range(rounds):
         first = done % len(timed)
         for each in (*timed[first:], *timed[:first]):
-            samples[each.name].append(_seconds(each, each.calls) / each.share)
+            samples[each.name].append(each.sample() / each.share)
         seen(done + 1)
         if over():
             break
-    return {each.name: summarise(samples[each.name], each.calls) for each in timed}
+    return {each.name: _summarise(samples[each.name], each) for each in timed}
 
 
-def summarise(seconds: Sequence[float], calls: int) -> Summary:
+def _summarise(seconds: Sequence[float], timed: Timed) -> Summary:
     median, low, high = (float(x) for x in 1e3 * np.percentile(seconds, (50, 10, 90)))
-    return Summary(median, low, high, len(seconds), calls)
-
-
-def _seconds(timed: Timed, calls: int) -> float:
-    start = time.perf_counter()
-    timed.run(calls)
-    return (time.perf_counter() - start) / calls
+    host = 1e3 * timed.host / timed.share
+    return Summary(median, low, high, len(seconds), timed.calls, host)

@@ -82,9 +82,9 @@ def make_tree(name: str) -> Tree:
 
 
 def _random_parents(size: int) -> tuple[int, ...]:
-    """Deep and bushy: a node continues the previous row twice in three times, else any row."""
+    """Deep and bushy: a node continues the previous row nine times in ten, else any row."""
     rng = np.random.default_rng(size)
     parents = [-1]
     for row in range(1, size):
-        parents.append(row - 1 if rng.random() < 2 / 3 else int(rng.integers(row)))
+        parents.append(row - 1 if rng.random() < 0.9 else int(rng.integers(row)))
     return tuple(parents)
