@@ -56,6 +56,7 @@ def test_every_operation_is_checked_and_timed(whole_run):
         assert row["errors"] and all(0 <= e["rms"] < 1e-2 for e in row["errors"].values())
         assert 0 < row["p10_ms"] <= row["median_ms"] <= row["p90_ms"]
         assert row["rounds"] == 2 and row["layers_run"] == 2
+        assert 0 < row["host_ms"] and 0 < row["unqueued_ms"]
         assert row["bandwidth_share"] == pytest.approx(row["floor_ms"] / row["median_ms"])
         assert name in done.stdout
     assert set(rows["path_scan+replay"]["errors"]) == {"outputs", "states"}
@@ -293,7 +294,7 @@ def test_ratios_compare_the_same_work():
     for batch, name, ms in ((1, "wy_solve+replay", 0.5), (1, "fla per path + replay", 3.0),
                             (8, "fla per path + replay", 9.0), (1, "fla replay", 1.0)):  # fmt: skip
         verdict = Verdict({}, ())
-        time = Summary(ms, ms, ms, 1, 1, 0.1)
+        time = Summary(ms, ms, ms, 1, 1, 0.1, ms)
         report.rows.append(Row(batch, name, "x", 2, 1000, verdict, time=time))
     assert report.ratio(report.rows[0]) == 6.0
     assert report.ratio(report.rows[1]) is None

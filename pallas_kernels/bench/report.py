@@ -140,6 +140,7 @@ class Report:
             "p10_ms": time.low if time else None,
             "p90_ms": time.high if time else None,
             "host_ms": time.host if time else None,
+            "unqueued_ms": time.unqueued if time else None,
             "rounds": time.rounds if time else 0,
             "calls_per_sample": time.calls if time else None,
             "kernels": None if row.kernels is None else [k._asdict() for k in row.kernels],

@@ -24,26 +24,28 @@ SHORT_SECONDS = 0.005
 
 
 class Lead:
-    """Work for the device to be busy with while the host queues what is timed."""
+    """Work for the device to be busy with while the host queues what is timed.
+
+    ``seconds`` is what it takes alone, measured anew in every round.
+    """
 
     STEPS = 12  # about a millisecond each on an H200
 
     def __init__(self, size: int):
         self.buffer = jnp.ones(size // 4, jnp.float32)
         self.program = jax.jit(_copies, donate_argnums=0, static_argnums=1)
+        self.seconds = 0.0
         for _ in range(3):
-            self.start()
-        jax.block_until_ready(self.buffer)
-        self.seconds = float(np.median([self._alone() for _ in range(9)]))
+            self.measure()
 
     def start(self) -> None:
         self.buffer = self.program(self.buffer, self.STEPS)
 
-    def _alone(self) -> float:
+    def measure(self) -> None:
         start = time.perf_counter()
         self.start()
         jax.block_until_ready(self.buffer)
-        return time.perf_counter() - start
+        self.seconds = time.perf_counter() - start
 
 
 def _copies(x: jax.Array, steps: int) -> jax.Array:
@@ -61,6 +63,7 @@ class Timed:
       share: what part of the layers it runs; times are divided by it.
       lead: what to queue behind, set where a call is short.
       host: seconds that the host took for a call, the least of all samples.
+      unqueued: seconds of a call without a lead, one sample, to compare.
     """
 
     name: str
@@ -70,6 +73,7 @@ class Timed:
     calls: int = 1
     lead: Lead | None = None
     host: float = float("inf")
+    unqueued: float = float("nan")
 
     def sample(self) -> float:
         """Seconds of a call."""
@@ -85,7 +89,7 @@ class Timed:
 
 
 class Summary(NamedTuple):
-    """Milliseconds: median and 10th to 90th percentile over the rounds; the host's part."""
+    """Milliseconds: median and 10th to 90th percentile over the rounds; ``Timed``'s others."""
 
     median: float
     low: float
@@ -93,6 +97,7 @@ class Summary(NamedTuple):
     rounds: int
     calls: int
     host: float
+    unqueued: float
 
 
 class Working:
@@ -144,6 +149,7 @@ def choose_calls(timed: Timed, lead: Lead | None) -> None:
     timed.sample()
     seconds = timed.sample()
     timed.calls = int(np.clip(np.ceil(SAMPLE_SECONDS / seconds), 1, timed.most_calls))
+    timed.unqueued = timed.sample()
     timed.lead = lead if seconds < SHORT_SECONDS else None
     timed.sample()
     timed.host = float("inf")
@@ -154,7 +160,10 @@ def measure_rounds(
 ) -> dict[str, Summary]:
     """Medians of up to ``rounds`` rounds; ends after the round in which ``over()`` is true."""
     samples: dict[str, list[float]] = {each.name: [] for each in timed}
+    leads = {id(each.lead): each.lead for each in timed if each.lead is not None}
     for done in range(rounds):
+        for lead in leads.values():
+            lead.measure()
         first = done % len(timed)
         for each in (*timed[first:], *timed[:first]):
             samples[each.name].append(each.sample() / each.share)
@@ -166,5 +175,5 @@ def measure_rounds(
 
 def _summarise(seconds: Sequence[float], timed: Timed) -> Summary:
     median, low, high = (float(x) for x in 1e3 * np.percentile(seconds, (50, 10, 90)))
-    host = 1e3 * timed.host / timed.share
-    return Summary(median, low, high, len(seconds), timed.calls, host)
+    host, unqueued = (1e3 * x / timed.share for x in (timed.host, timed.unqueued))
+    return Summary(median, low, high, len(seconds), timed.calls, host, unqueued)
