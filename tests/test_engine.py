@@ -1,13 +1,12 @@
 """The loop: seeds, stops, budgets, compilation; FC-16, FC-17, FC-18, FC-20, FC-23, FC-26."""
 
 import functools
-from collections import Counter
-from contextlib import contextmanager
 
 import byte_model
 import jax
 import numpy as np
 import pytest
+from compiling import compilations
 from stepping import Surfaces, assert_consistent, choose
 
 from treejax import agreement
@@ -91,22 +90,6 @@ def test_stream_yields_what_complete_returns():
     assert sum(sum(piece.drafted) for piece in pieces) == whole.stats.num_accepted_tokens
     assert all(not piece.drafted[-1] for piece in pieces)
     assert all(len(p.texts) == len(p.tokens) == len(p.drafted) for p in pieces)
-
-
-@contextmanager
-def compilations():
-    """What is compiled meanwhile, as JAX itself reports it: {function: times}."""
-    seen: Counter[str] = Counter()
-
-    def listen(event, duration_secs, **details):
-        if event.endswith("backend_compile_duration"):
-            seen.update([str(details["fun_name"])])
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield seen
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def served_by(compiled):

@@ -14,7 +14,7 @@ from treejax import layers
 from treejax.engine import complete
 from treejax.model import prefill
 from treejax.policies import REGISTRY
-from treejax.state import init_state, reset
+from treejax.state import init_state, reset, with_policy
 from treejax.steps.publish import publish
 from treejax.steps.verify import verify
 from treejax.tree import Tree
@@ -270,6 +270,21 @@ def test_fc12_what_does_not_fit_is_refused_before_the_call():
             publish(model, state, fits, scratch, choose(paths, run.MAX_DEPTH))
     with pytest.raises(ValueError, match="the tree has batch 1 and the state 4"):
         verify(model, state, Tree.from_parents([1], [-1]))
+
+
+def test_fc12_a_scratch_of_another_tree_state_or_policy_is_refused():
+    """FC-12: what was verified is what is published, in the state that it was verified on."""
+    model, state = run.model(), fresh()
+    tree, twin = (Tree.from_parents([[t, 5]] * run.BATCH, [[-1, 0]] * run.BATCH) for t in (1, 2))
+    _, scratch = verify(model, state, tree)
+    choice = choose([[0, 1]] * run.BATCH, 1)
+    after = publish(model, state, tree, scratch, choice)
+    with pytest.raises(ValueError, match="made from another tree"):
+        publish(model, state, twin, scratch, choice)
+    with pytest.raises(ValueError, match=r"lengths \[0, 0, 0, 0\] and this one has \[2, 2, 2, 2\]"):
+        publish(model, after, tree, scratch, choice)
+    with pytest.raises(ValueError, match="under policy Replay.* and the state has WY"):
+        publish(model, with_policy(state, "wy"), tree, scratch, choice)
 
 
 def test_fc12_tokens_and_lengths_out_of_range_are_refused():

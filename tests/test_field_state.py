@@ -16,7 +16,6 @@ from treejax.drafters.scripted import Scripted
 from treejax.engine import complete
 from treejax.model import prefill
 from treejax.policies import REGISTRY, Path, make_policy
-from treejax.policies.base import commit_layers
 from treejax.state import init_state
 from treejax.steps.publish import advance_history, publish
 from treejax.steps.select import select
@@ -159,9 +158,8 @@ def test_fc03_a_node_continues_its_parent(policy):
     @jax.jit
     def scan_and_commit(nodes, length):
         carry = policy.init(jnp.full((1, 1, 1, 1, 1), 2.0))
-        layer = jax.tree.map(lambda leaf: leaf[0], carry)
-        out, scratch = jax.vmap(policy.scan, axis_name="batch")(layer, operands, describe(tree))
-        carry = commit_layers(policy, carry, (scratch,), Path(nodes, length))
+        out, scratch = policy.scan(carry, 0, operands, policy.plan(describe(tree)))
+        carry = policy.commit(carry, (scratch,), Path(nodes, length))
         return out[0, :, 0, 0], policy.read(carry)[0, 0, 0, 0, 0]
 
     nodes = jnp.array([[0, 1, 3, -1, -1]], jnp.int32)

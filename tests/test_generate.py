@@ -66,8 +66,9 @@ def test_fc26_all_defaults_run_end_to_end_and_the_summary_tells(command):
     assert status == 0, err
     assert out == expected(40)
     lines = dict(line.split(maxsplit=1) for line in err.splitlines())
-    names = "prompt generated tree drafted acceptance memory check"
+    names = "prompt generated tree drafted acceptance memory kernels check"
     assert set(lines) == set(names.split())
+    assert lines["kernels"] == "none: the kernels need a Hopper GPU, the default device is a CPU"
     assert lines["prompt"].startswith("8 tok") and "not in rates" in lines["prompt"]
     assert lines["generated"].startswith("40 tok")
     assert "[wy | mtp+suffix | hydra8 | xla | float32 | cpu]" in lines["generated"]
@@ -175,7 +176,7 @@ def test_a_mistake_is_one_line_and_status_2(command, arguments, message):
         (["--plain", "--drafter", "mtp"], "--plain drafts nothing: leave out --drafter"),
         (["--plain", "--tree", "chain3"], "--plain drafts nothing: leave out --tree"),
         (["--plain", "--check"], "--check compares with plain decoding"),
-        (["--implementation", "mosaic_gpu"], "kernels are not built yet"),
+        (["--implementation", "mosaic_gpu"], "'mosaic_gpu': the kernels need a Hopper GPU"),
     ],
 )
 def test_fc26_an_option_that_cannot_act_is_refused(command, arguments, message):
@@ -241,6 +242,7 @@ def test_list_names_what_the_options_accept(command):
     for name in ("policies", "drafters", "trees", "families", "models", "devices"):
         assert re.search(rf"^{name} ", out, re.MULTILINE), name
     assert "hydra27" in out and "qwen3_next" in out and "replay" in out
+    assert "xla (not mosaic_gpu: the kernels need a Hopper GPU" in out
 
 
 def test_a_profile_is_written(command, tmp_path):

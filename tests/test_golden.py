@@ -24,7 +24,6 @@ from treejax.delta_rule import Operands, chunked
 from treejax.layers import l2_normalise
 from treejax.model import prefill
 from treejax.policies import REGISTRY, Path, make_policy
-from treejax.policies.base import commit_layers
 from treejax.state import init_state, with_policy
 from treejax.steps.publish import publish
 from treejax.steps.select import select
@@ -285,11 +284,9 @@ def test_gated_delta_rule_as_a_chain(preset, policy):
 
     @jax.jit
     def run(carry, operands):
-        layer = jax.tree.map(lambda leaf: leaf[0], carry)
-        scan = jax.vmap(policy.scan, axis_name="batch")
-        out, scratch = scan(layer, operands, describe(tree))
+        out, scratch = policy.scan(carry, 0, operands, policy.plan(describe(tree)))
         path = Path(nodes, jnp.full(batch, length, jnp.int32))
-        return out, policy.read(commit_layers(policy, carry, (scratch,), path))[0]
+        return out, policy.read(policy.commit(carry, (scratch,), path))[0]
 
     out, final = run(policy.init(R[None]), operands)
     close(out, arrays["out"])

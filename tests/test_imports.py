@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parent.parent / "treejax"
+ROOT = Path(__file__).parent.parent
+PACKAGE, KERNELS = ROOT / "treejax", ROOT / "pallas_kernels"
 
 # From the bottom up. A module may import from the lines above its own, and from its own line.
 LAYERS = [
@@ -35,19 +36,21 @@ NEVER = {  # whatever the order allows
 }
 
 
-def imports_of(path):
-    """Top-level parts of treejax that a file imports, wherever in it: 'steps' for steps.verify."""
-    found = set()
+def names_in(path):
+    """Full names of all that a file imports, wherever in it."""
+    found = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        else:
-            continue
-        found |= {name.split(".")[1] for name in names if name.startswith("treejax.")}
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
     return found
+
+
+def imports_of(path):
+    """Top-level parts of treejax that a file imports: 'steps' for steps.verify."""
+    return {name.split(".")[1] for name in names_in(path) if name.startswith("treejax.")}
 
 
 def part_of(path):
@@ -84,6 +87,24 @@ def test_no_two_parts_import_one_another():
         ordered += free
 
 
+SOURCES = sorted(KERNELS.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(KERNELS)))
+def test_kernels_see_arrays_only(path):
+    assert not [name for name in names_in(path) if name.split(".")[0] == "treejax"]
+
+
+def test_only_policies_and_what_stands_above_them_reach_kernels():
+    """Drafters never do, and neither does the model."""
+    users = {
+        part_of(path)
+        for path in FILES
+        if any(name.split(".")[0] == "pallas_kernels" for name in names_in(path))
+    }
+    assert users == {"policies", "steps", "cli"}
+
+
 def test_nothing_imports_a_command():
     for path in [PACKAGE / "__init__.py", *FILES]:
         assert not imports_of(path) & (set(COMMANDS) - {part_of(path)}), path
@@ -103,8 +124,8 @@ before = dict(jax.config.values)
 backends = jax._src.xla_bridge._backends
 import treejax
 changed = [name for name, value in jax.config.values.items() if before[name] != value]
-heavy = [name for name in ("optax", "orbax", "tensorstore", "matplotlib", "beartype", "hypothesis")
-         if name in sys.modules]
+heavy = [name for name in ("optax", "orbax", "tensorstore", "matplotlib", "beartype", "hypothesis",
+                           "jax.experimental.pallas") if name in sys.modules]
 print(json.dumps([changed, heavy, list(backends), treejax.__all__]))
 """
 

@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 
 from treejax.config import ModelConfig
 from treejax.delta_rule import Operands
-from treejax.policies import REGISTRY, Path, Replay, make_policy
-from treejax.policies.base import commit_layers
+from treejax.policies import REGISTRY, WY, Path, Replay, make_policy
 from treejax.tree import Tree, describe
 
 LAYERS, BATCH, CAPACITY = 2, 3, 32
@@ -40,7 +39,8 @@ CASES = [(make, heads) for make in NAMED for heads in SHAPES] + [(make, (2, 4)) 
 
 def name_of(make):
     policy = make()
-    return "-".join([policy.name, *(f"{k}{v}" for k, v in dataclasses.asdict(policy).items())])
+    settings = {k: v for k, v in dataclasses.asdict(policy).items() if k != "implementation"}
+    return "-".join([policy.name, *(f"{k}{v}" for k, v in settings.items())])
 
 
 def relative_rms(actual, expected):
@@ -51,15 +51,11 @@ def relative_rms(actual, expected):
 @functools.partial(jax.jit, static_argnames="policy")
 def step(policy, carry, operands, tree, path):
     """Scan every layer and commit one path, as verify and publish do it."""
-    topology = describe(tree)
-    scan = jax.vmap(policy.scan, axis_name="batch")
-    scanned = [
-        scan(jax.tree.map(lambda leaf, i=i: leaf[i], carry), operands[i], topology)
-        for i in range(LAYERS)
-    ]
+    plan = policy.plan(describe(tree))
+    scanned = [policy.scan(carry, i, operands[i], plan) for i in range(LAYERS)]
     scratch = tuple(scratch for _, scratch in scanned)
     outputs = jnp.stack([out for out, _ in scanned])
-    return outputs, commit_layers(policy, carry, scratch, path), scratch
+    return outputs, policy.commit(carry, scratch, path), scratch
 
 
 def random_operands(rng, key_heads, value_heads, sizes):
@@ -196,6 +192,38 @@ def test_buffers_are_the_bytes_that_scan_returns(make):
     buffers = policy.buffers(config, CAPACITY, BATCH)
     lasting = sum(size for name, size in buffers.items() if name != "cut_states")
     assert lasting == sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(scratch))
+
+
+def test_wy_refuses_a_precision_that_nobody_has():
+    with pytest.raises(ValueError, match="'fp8' is unknown, expected one of: ieee, bf16x3, tf32"):
+        WY(precision="fp8")
+
+
+def test_wy_multiplies_in_float32_unless_on_a_gpu():
+    """XLA's faster products exist on GPUs alone: asked for elsewhere, one line says so."""
+    policy = WY(precision="bf16x3")
+    operands = Operands(*(jnp.zeros((1, 1, 1, 8)),) * 3, *(jnp.zeros((1, 1, 1)),) * 3)
+    plan = policy.plan(describe(Tree.from_parents([0], [-1])))
+    with pytest.raises(ValueError, match="'bf16x3' needs a GPU, the device is a cpu: use 'ieee'"):
+        policy.scan(jnp.zeros((1, 1, 1, 8, 8)), 0, operands, plan)
+
+
+def test_make_policy_resolves_the_implementation_once():
+    """A name follows the call, an object its own field; what cannot run is one line."""
+    assert make_policy("wy", "interpret") == WY(implementation="interpret")
+    assert make_policy(Replay(lanes=2, implementation="auto")) == Replay(lanes=2)
+    assert make_policy(WY(implementation="mosaic_gpu")).implementation == "mosaic_gpu"
+    assert make_policy(WY(implementation="auto"), "interpret") == WY(implementation="interpret")
+    with pytest.raises(ValueError, match="'mosaic_gpu': the kernels need a Hopper GPU"):
+        make_policy("wy", "mosaic_gpu")
+    with pytest.raises(ValueError, match="unknown implementation 'cuda'"):
+        make_policy("wy", "cuda")
+    with pytest.raises(ValueError, match="unknown implementation 'cuda'"):
+        make_policy(WY(implementation="cuda"))
+    with pytest.raises(ValueError, match="is 'xla' and 'interpret' was asked for"):
+        make_policy(WY(), "interpret")
+    with pytest.raises(ValueError, match="interpret': too wide; use"):
+        make_policy("wy", "interpret", "too wide")
 
 
 def test_make_policy_takes_a_name_or_an_object():

@@ -23,7 +23,7 @@ from treejax.model import Model, prefill
 from treejax.policies import Replay
 from treejax.state import init_state
 from treejax.steps.publish import publish_path
-from treejax.steps.verify import Scratch, verify_trees
+from treejax.steps.verify import verify_trees
 from treejax.tree import Tree
 
 CONFIG = ModelConfig(
@@ -41,6 +41,7 @@ CONFIG = ModelConfig(
     linear_value_head_dim=64,
     rotary_dim=16,
 )
+SURFACES = ("recurrent", "conv", "keys", "values")  # what a scratch holds by row
 DEPTH, CAPACITY = 9, 28  # tokens decoded one by one; rows of the tree that replays them
 
 
@@ -87,7 +88,8 @@ def scattered(scratches, rows):
                 made[b, rows[b][t]] = np.asarray(leaf)[b, 0]
         return jnp.asarray(made)
 
-    return Scratch(*jax.tree.map(place, *[tuple(vars(s).values()) for s in scratches]))
+    recorded = [{name: getattr(s, name) for name in SURFACES} for s in scratches]
+    return scratches[0].replace(**jax.tree.map(place, *recorded))
 
 
 def assert_same_bits(actual, expected):
@@ -156,7 +158,11 @@ def test_one_program_that_verifies_and_publishes_replays_the_same_bits(batch):
 def _only_row(scratch, nodes):
     """The scratch of one row a sequence: what node ``nodes[b]`` recorded."""
     nodes = jnp.array(nodes)
-    return jax.tree.map(lambda leaf: leaf[jnp.arange(leaf.shape[0]), nodes][:, None], scratch)
+    rows = jax.tree.map(
+        lambda leaf: leaf[jnp.arange(leaf.shape[0]), nodes][:, None],
+        {name: getattr(scratch, name) for name in SURFACES},
+    )
+    return scratch.replace(**rows)
 
 
 def _deepest_path(parents):

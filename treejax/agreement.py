@@ -17,6 +17,7 @@ import numpy as np
 
 from treejax.engine import CACHE_ROWS, run
 from treejax.model import Model, prefill
+from treejax.policies import make_policy
 from treejax.requests import Request
 from treejax.sampling import Sampling, noise, process
 from treejax.state import State, init_state
@@ -55,10 +56,12 @@ def record(
     tree: Any = None,
     sampling: Sampling | None = None,
     seed: int = 0,
+    implementation: str = "auto",
 ) -> list[Recording]:
     """Generate exactly ``budget`` tokens after each prompt, in one batch; nothing ends earlier."""
     requests = [Request(list(prompt), budget, set(), TextStream(None)) for prompt in prompts]
-    state = drain(run(model, requests, policy, drafter, tree, sampling, seed))
+    how = (policy, drafter, tree, sampling, seed)
+    state = drain(run(model, requests, *how, implementation=implementation))
     return [Recording(tuple(r.tokens), r.stats, state, row) for row, r in enumerate(requests)]
 
 
@@ -159,8 +162,8 @@ def compare(
     pair = pairs[equal] if equal < len(pairs) else None
     margin, surfaces = 0.0, {}
     if pair is not None:
-        policy, known = plain.stats.policy, plain.tokens[:equal]
-        scores = plain_scores(model, prompt, known, policy, sampling, seed)
+        policy = make_policy(plain.stats.policy, plain.stats.implementation)
+        scores = plain_scores(model, prompt, plain.tokens[:equal], policy, sampling, seed)
         margin = abs(float(scores[pair[0]] - scores[pair[1]]))
     elif drafted.state is not None and plain.state is not None:
         surfaces = compare_states(drafted.state, plain.state, drafted.row, plain.row)

@@ -25,7 +25,9 @@ from treejax.cli import compare_report
 from treejax.cli.arms import DRAFTS, MODES, Arm, Row, Task, make_arms, pool_rates
 from treejax.cli.cache import use_compilation_cache
 from treejax.cli.guard import Parser, run_command, say
+from treejax.cli.kernels import CHOICES, choose_implementation
 from treejax.cli.passages import read_passages
+from treejax.drafters import parse
 from treejax.engine import DEFAULT_DRAFTER, DEFAULT_POLICY, DEFAULT_TREE
 from treejax.policies import REGISTRY as POLICIES
 from treejax.requests import make_requests
@@ -56,6 +58,9 @@ def make_parser() -> argparse.ArgumentParser:
         default=[],
         metavar="DRAFTER:TREE",
         help=f"default: {' '.join(DRAFTS)}",
+    )
+    parser.add_argument(
+        "--implementation", choices=CHOICES, default="auto", help="of all arms; default auto"
     )
     parser.add_argument("--together", action="store_true", help="one batch an arm: less to compile")
     parser.add_argument(
@@ -94,7 +99,10 @@ def main(arguments: Sequence[str]) -> int:
     if short:
         raise ValueError(f"{short[0]} and {options.max_tokens} tokens exceed the model's context")
     prompts = [request.prompt for request in requests]
-    task = Task(model, prompts, options.max_tokens, options.seed, options.together)
+    largest = max(parse(arm.tree).capacity for arm in arms)
+    kernels = choose_implementation(options.implementation, model.config, largest)
+    how = (options.seed, options.together, kernels.implementation)
+    task = Task(model, prompts, options.max_tokens, *how)
     rows = list(compare(task, arms, list(texts), options.out))
     summaries = [compare_report.summarise(arm, rows) for arm in arms]
 
@@ -103,9 +111,11 @@ def main(arguments: Sequence[str]) -> int:
     rates = measure(task, timed, options.repeats) if timed else {}
     summaries = [dataclasses.replace(s, rate=rates.get(s.arm)) for s in summaries]
     title = f"{len(texts)} prompts, {options.max_tokens} tokens each, {options.dtype}"
-    width = None if sys.stdout.isatty() else 160
-    Console(width=width).print(compare_report.make_table(summaries, rates.get("plain"), title))
+    title, caption = f"{title}, {kernels.implementation}", kernels.notice
+    table = compare_report.make_table(summaries, rates.get("plain"), title, caption)
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
     if options.out is not None:
+        options.implementation = kernels.implementation
         write_summaries(options, summaries)
     return 0 if len(agreed) == len(arms) else 1
 

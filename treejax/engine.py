@@ -17,7 +17,7 @@ import numpy as np
 
 from treejax.drafters import Drafter, make_drafter
 from treejax.model import Model, check_prompt, prompt_blocks
-from treejax.policies import Policy, make_policy
+from treejax.policies import Policy, kernel_problem, make_policy
 from treejax.requests import Request, make_requests
 from treejax.sampling import Sampling
 from treejax.shapes import Array
@@ -76,6 +76,7 @@ def complete(
     *,
     max_tokens: int = 64,
     policy: str | Policy = DEFAULT_POLICY,
+    implementation: str = "auto",
     drafter: Any = "auto",
     tree: Any = None,
     sampling: Sampling | None = None,
@@ -90,6 +91,8 @@ def complete(
       prompts: a string, a list of token ids, or a list of either.
       max_tokens: tokens to generate at most; prompt and text stay within the model's context.
       policy: state policy, a name of ``treejax.policies.REGISTRY`` or an object.
+      implementation: "auto" is the policy's kernels where they can run, and plain JAX elsewhere;
+        "xla" is plain JAX; "mosaic_gpu" the kernels, or an error. A policy object has its own.
       drafter: a name of ``treejax.drafters.REGISTRY`` or an object; None decodes plainly; "auto"
         is the default one, or "suffix" for a model without an MTP head.
       tree: the shape the drafter fills ("hydra27", "chain5", ...); None for its own default.
@@ -105,7 +108,8 @@ def complete(
         len(prompts) > 0 and np.ndim(prompts[0]) == 0 and not isinstance(prompts[0], str)
     )
     requests = make_requests(model, [prompts] if single else prompts, max_tokens, stop)
-    for _ in run(model, requests, policy, drafter, tree, sampling, seed, logprobs):
+    how = (policy, drafter, tree, sampling, seed)
+    for _ in run(model, requests, *how, logprobs, implementation=implementation):
         pass
     results = [_result(request, logprobs) for request in requests]
     return results[0] if single else results
@@ -117,6 +121,7 @@ def stream(
     *,
     max_tokens: int = 64,
     policy: str | Policy = DEFAULT_POLICY,
+    implementation: str = "auto",
     drafter: Any = "auto",
     tree: Any = None,
     sampling: Sampling | None = None,
@@ -128,7 +133,8 @@ def stream(
     The generator's return value (``yield from``, ``StopIteration.value``) is the ``Generation``.
     """
     (request,) = make_requests(model, [prompt], max_tokens, stop)
-    for pieces in run(model, [request], policy, drafter, tree, sampling, seed, False):
+    how = (policy, drafter, tree, sampling, seed)
+    for pieces in run(model, [request], *how, implementation=implementation):
         yield pieces[0]
     return _result(request, False)
 
@@ -153,6 +159,7 @@ def run(
     seed: int | Sequence[int],
     logprobs: bool = False,
     warm_up: bool = False,
+    implementation: str = "auto",
 ) -> Generator[list[Piece], None, State | None]:
     """Serve requests of one batch to their end, and yield a list of pieces a step, one a request.
 
@@ -162,7 +169,9 @@ def run(
     effect: the first run of a program is slow, and would count as decoding in a new process.
     """
     sampling = (Sampling() if sampling is None else sampling).prepared()
-    drafter, policy = choose_drafter(model, drafter, tree), make_policy(policy)
+    drafter = choose_drafter(model, drafter, tree)
+    unsupported = kernel_problem(model.config, drafter.capacity)
+    policy = make_policy(policy, implementation, unsupported)
     keys = _keys(seed, len(requests))
     prompts = [request.prompt for request in requests]
     rows = max(len(r.prompt) + r.budget for r in requests)
@@ -283,4 +292,4 @@ def _keys(seed: Any, batch: int) -> Array:
 def _name(stats: Stats, policy: Policy, drafter: Drafter) -> None:
     """Say what serves a request."""
     stats.policy, stats.drafter, stats.tree = policy.name, drafter.name, drafter.shape.name
-    stats.device = jax.devices()[0].device_kind
+    stats.implementation, stats.device = policy.implementation, jax.devices()[0].device_kind

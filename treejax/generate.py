@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TextIO
+from typing import Any, TextIO
 
 import jax
 
@@ -20,6 +20,7 @@ from treejax.cli import printing
 from treejax.cli.cache import use_compilation_cache
 from treejax.cli.generate_options import Options, read_options
 from treejax.cli.guard import INTERRUPTED, run_command, say
+from treejax.cli.kernels import Chosen, choose_implementation, describe_implementations
 from treejax.drafters import REGISTRY as DRAFTERS
 from treejax.drafters import Drafter
 from treejax.drafters.topologies import FORMS, NAMED
@@ -48,9 +49,10 @@ def main(arguments: Sequence[str]) -> int:
         if options.drafter == "auto" and "mtp" not in model.params:
             say(NAME, "this model has no MTP head, so 'suffix' drafts")
         drafter = choose_drafter(model, options.drafter, options.tree)
+        kernels = choose_implementation(options.implementation, model.config, drafter.capacity)
         (request,) = make_requests(model, [options.prompt], options.max_tokens, options.stop)
         try:
-            state = generate(model, request, drafter, options)
+            state = generate(model, request, drafter, options, kernels)
         except BrokenPipeError:  # nobody reads the text any more, but the file was asked for
             write_figures(report, request, None)
             raise
@@ -62,17 +64,21 @@ def main(arguments: Sequence[str]) -> int:
             write_figures(sys.stderr, request, check)
         elif options.stats == "text":
             count = len(request.prompt)
-            text = printing.stats_text(request.stats, count, drafter, options.dtype, check)
+            text = printing.stats_text(
+                request.stats, count, drafter, options.dtype, check, kernels.notice
+            )
             sys.stderr.write(text)
     if request.stats.finish_reason == "interrupted":
         return INTERRUPTED
     return 0 if check is None or check.ok else 1
 
 
-def generate(model: Model, request: Request, drafter: Drafter, options: Options) -> State | None:
+def generate(
+    model: Model, request: Request, drafter: Drafter, options: Options, kernels: Chosen
+) -> State | None:
     """Serve the request and print its text: the final state, None if interrupted or no step."""
-    sampling, seed = options.sampling, options.seed
-    steps = run(model, [request], options.policy, drafter, None, sampling, seed, warm_up=True)
+    how = (options.policy, drafter, None, options.sampling, options.seed)
+    steps = run(model, [request], *how, warm_up=True, implementation=kernels.implementation)
     printer = printing.TextPrinter(sys.stdout)
     if sys.stderr.isatty():  # the first run of new shapes is silent for a while
         say(NAME, "compiling what is not in the cache yet")
@@ -96,10 +102,11 @@ def compare_with_plain(
 ) -> agreement.Agreement | None:
     """Plain decoding of as many tokens as the state holds; None if interrupted."""
     prompt = request.prompt
-    common = {"sampling": options.sampling, "seed": options.seed}
+    common: dict[str, Any] = {"sampling": options.sampling, "seed": options.seed}
+    same = {"policy": options.policy, "implementation": request.stats.implementation}
     budget = int(state.length[0]) - len(prompt) + 1
     try:
-        (plain,) = agreement.record(model, [prompt], budget, policy=options.policy, **common)
+        (plain,) = agreement.record(model, [prompt], budget, **same, **common)
         drafted = agreement.Recording(tuple(request.tokens), request.stats, state)
         return agreement.compare(model, prompt, drafted, plain, **common)
     except KeyboardInterrupt:
@@ -125,7 +132,7 @@ def list_choices() -> None:
         "families": ", ".join(FAMILIES),
         "models": ", ".join(SHIPPED),
         "devices": f"{devices} ({jax.devices()[0].device_kind})",
-        "implementations": "xla",
+        "implementations": describe_implementations(),
     }
     for name, choices in rows.items():
         print(f"{name:<17}{choices}")

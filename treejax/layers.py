@@ -1,7 +1,7 @@
 """The layers of the hybrid: norms, rotary, attention, Gated DeltaNet, MLP and experts.
 
 Each function computes rows alone; how rows see one another (a causal prompt, a tree, a training
-window) comes in as a function: ``convolve``, ``delta`` and ``attend``. Float32 models multiply at
+window) comes in as a function: ``operands``, ``delta`` and ``attend``. Float32 models multiply at
 full precision on every device; gates, decays and the recurrence are float32 whatever the model is.
 """
 
@@ -137,20 +137,33 @@ def delta_net(
     config: ModelConfig,
     p: Params,
     x: Array,
-    convolve: Callable[[Array, Array], Array],
+    operands: Callable[[ModelConfig, Params, Array, Array, Array], Operands],
     delta: Callable[[Operands], tuple[Array, Any]],
 ) -> tuple[Array, tuple[Array, Any]]:
     """Gated DeltaNet over x [..., T, H]: the output and (convolution inputs, what delta recorded).
 
-    ``convolve(inputs, taps)`` gives the float32 convolution before its activation;
-    ``delta(operands)`` gives outputs [..., T, Hv, dv] float32 and a record.
+    ``operands(config, p, inputs, a, b)`` takes the convolution inputs [..., T, C] and the gate
+    inputs [..., T, Hv]; ``delta(operands)`` gives outputs [..., T, Hv, dv] float32 and a record.
     """
     inputs = linear(x, p["qkv"])
-    mixed = jax.nn.silu(convolve(inputs, p["conv"])).astype(x.dtype)
-    out, record = delta(delta_operands(config, p, mixed, linear(x, p["a"]), linear(x, p["b"])))
+    out, record = delta(operands(config, p, inputs, linear(x, p["a"]), linear(x, p["b"])))
     z = linear(x, p["z"]).reshape(out.shape)
     y = gated_norm(out, p["norm_gated"], z, config.rms_norm_eps)
     return linear(y.reshape(*x.shape[:-1], -1), p["out"]), (inputs, record)
+
+
+def by_convolution(
+    convolve: Callable[[int, Array, Array], Array],
+) -> Callable[[int, ModelConfig, Params, Array, Array, Array], Operands]:
+    """``Mixing.operands`` from ``convolve(i, inputs, taps)``, float32 and not yet activated."""
+
+    def operands(
+        i: int, config: ModelConfig, p: Params, inputs: Array, a: Array, b: Array
+    ) -> Operands:
+        mixed = jax.nn.silu(convolve(i, inputs, p["conv"])).astype(inputs.dtype)
+        return delta_operands(config, p, mixed, a, b)
+
+    return operands
 
 
 def delta_operands(config: ModelConfig, p: Params, mixed: Array, a: Array, b: Array) -> Operands:

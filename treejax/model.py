@@ -56,11 +56,12 @@ class Output(struct.PyTreeNode):
 class Mixing(NamedTuple):
     """How the rows of one forward see one another and the past.
 
-    ``convolve(i, inputs, taps)``, ``delta(i, operands)`` and ``attend(i, q, k, v)`` take the index
-    of the layer among the recurrent, or the attention layers, and arrays [B, T, ...].
+    ``operands(i, config, p, inputs, a, b)`` (see ``layers.delta_net``), ``delta(i, operands)`` and
+    ``attend(i, q, k, v)`` take the index of the layer among the recurrent, or the attention layers,
+    and arrays [B, T, ...].
     """
 
-    convolve: Callable[[int, Array, Array], Array]
+    operands: Callable[[int, ModelConfig, layers.Params, Array, Array, Array], Operands]
     delta: Callable[[int, Operands], tuple[Array, Any]]
     attend: Callable[[int, Array, Array, Array], Array]
 
@@ -86,9 +87,9 @@ def forward(
         h = layers.rms_norm(x, p["norm_input"], config.rms_norm_eps)
         if kind == LINEAR:
             i = len(records.conv)
-            convolve = functools.partial(mixing.convolve, i)
+            operands = functools.partial(mixing.operands, i)
             delta = functools.partial(mixing.delta, i)
-            y, (inputs, record) = layers.delta_net(config, p["mixer"], h, convolve, delta)
+            y, (inputs, record) = layers.delta_net(config, p["mixer"], h, operands, delta)
             records.conv.append(inputs)
             records.delta.append(record)
         else:
@@ -230,7 +231,7 @@ def _prompt_mixing(state: State, R: Array, real: Array) -> Mixing:
         past = state.keys[i], state.values[i], state.length
         return jax.vmap(layers.attend, in_axes=in_axes)(q, k, v, causal, *past)
 
-    return Mixing(convolve, delta, attend)
+    return Mixing(layers.by_convolution(convolve), delta, attend)
 
 
 def causal_convolution(inputs: Array, taps: Array, rows: int) -> Array:
@@ -261,7 +262,8 @@ def score(model: Model, tokens: Any, lengths: Any) -> Array:
     Entries at or past ``lengths - 1`` are 0, so that sums are over real tokens alone.
     """
     tokens, lengths = np.asarray(tokens, np.int32), np.asarray(lengths, np.int32)
-    state = init_state(model.config, len(tokens), tokens.shape[1], model.dtype)
+    rows = tokens.shape[1]  # a prompt runs no kernel
+    state = init_state(model.config, len(tokens), rows, model.dtype, implementation="xla")
     out, _ = prefill(model, state, tokens, lengths, hidden="all")
     return _score(model.params, out.hidden[:, :-1], tokens[:, 1:], lengths)
 

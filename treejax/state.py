@@ -14,7 +14,7 @@ import numpy as np
 from flax import struct
 
 from treejax.config import ModelConfig
-from treejax.policies import Policy, make_policy
+from treejax.policies import Policy, kernel_problem, make_policy
 from treejax.shapes import Array
 
 
@@ -91,16 +91,19 @@ def init_state(
     max_length: int = 2048,
     dtype: Any = jnp.float32,
     policy: str | Policy = "replay",
+    implementation: str = "auto",
 ) -> State:
     """Empty states of ``batch`` sequences that can hold ``max_length`` tokens each.
 
     Args:
       dtype: of convolution history and attention rows: the model's. R is float32 always.
       policy: a name of ``treejax.policies.REGISTRY`` or a policy object.
+      implementation: "auto" is the policy's kernels where they can run, and plain JAX elsewhere;
+        "xla" is plain JAX; "mosaic_gpu" the kernels, or an error. A policy object has its own.
     """
     if batch < 1 or max_length < 1:
         raise ValueError(f"batch {batch} and max_length {max_length} must be at least 1")
-    policy = make_policy(policy)
+    policy = make_policy(policy, implementation, kernel_problem(config))
     arrays = {
         name: jnp.zeros(leaf.shape, leaf.dtype)
         for name, leaf in abstract_state(config, batch, max_length, jnp.dtype(dtype)).items()
@@ -108,9 +111,14 @@ def init_state(
     return State(recurrent=policy.init(arrays.pop("R")), config=config, policy=policy, **arrays)
 
 
-def with_policy(state: State, policy: str | Policy) -> State:
-    """The same prefix under another policy: ``init(read(.))``."""
-    policy = make_policy(policy)
+def with_policy(state: State, policy: str | Policy, implementation: str | None = None) -> State:
+    """The same prefix under another policy: ``init(read(.))``.
+
+    implementation: as for ``init_state``; None keeps the state's for a name, the object's own else.
+    """
+    if implementation is None:
+        implementation = state.policy.implementation if isinstance(policy, str) else "auto"
+    policy = make_policy(policy, implementation, kernel_problem(state.config))
     return state.replace(recurrent=policy.init(state.policy.read(state.recurrent)), policy=policy)
 
 

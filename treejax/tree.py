@@ -129,7 +129,7 @@ class Tree(struct.PyTreeNode):
         return self.keep_with_order(mask)[0]
 
     def trim(self, limit: Array) -> "Tree":
-        """Drop the nodes deeper than ``limit`` [B]; 0 leaves the root alone."""
+        """Drop the nodes deeper than ``limit`` [B]; 0 leaves the root alone, -1 nothing."""
         depth = jax.vmap(lambda parent: depths(parent, self.max_depth))(self.parent)
         return self.keep(depth <= limit[:, None])
 
@@ -178,6 +178,23 @@ def _describe(parent: Array, size: Array) -> Topology:
     return Topology(
         parent=parent, depth=depth, active=active, ancestors=ancestors, order=order, size=size
     )
+
+
+def sort_rows(topology: Topology) -> tuple[Topology, Array]:
+    """One tree repacked so that parents come before children, and each old row's new row [N].
+
+    ``topology.order`` lists the old rows in their new order; the root stays in row 0.
+    """
+    order = topology.order
+    rows = jnp.arange(order.shape[0], dtype=jnp.int32)
+    place = jnp.zeros_like(rows).at[order].set(rows, unique_indices=True)
+    above = topology.parent[order]
+    return topology.replace(
+        parent=jnp.where(above >= 0, place[jnp.maximum(above, 0)], -1),
+        depth=topology.depth[order],
+        ancestors=topology.ancestors[order][:, order],
+        order=rows,
+    ), place
 
 
 def _ancestors(parent: Array) -> Array:

@@ -68,6 +68,7 @@ class Task:
       prompts: token ids.
       budget: tokens to generate after each, whatever they are.
       together: serve all cases of an arm as one batch: less to compile.
+      implementation: of all arms and of plain decoding beside them.
     """
 
     model: Model
@@ -75,6 +76,7 @@ class Task:
     budget: int
     seed: int
     together: bool
+    implementation: str = "auto"
 
     @property
     def cases(self) -> list[Case]:
@@ -111,6 +113,7 @@ class Task:
                 drafter=drafter,
                 sampling=_sampling(group),
                 seed=self.seed,
+                implementation=self.implementation,
             )
             yield from zip(group, recordings, strict=True)
 
@@ -124,7 +127,12 @@ class Task:
 
         def decode(prompt: Sequence[int], policy: str, drafter: Any) -> tuple[int, float]:
             (made,) = agreement.record(
-                self.model, [prompt], self.budget, policy=policy, drafter=drafter
+                self.model,
+                [prompt],
+                self.budget,
+                policy=policy,
+                drafter=drafter,
+                implementation=self.implementation,
             )
             return len(made.tokens) - 1, made.stats.decode_s
 

@@ -104,9 +104,11 @@ def write_csv(summaries: Sequence[Summary], file: TextIO) -> None:
     writer.writerows(rows)
 
 
-def make_table(summaries: Sequence[Summary], plain: Rate | None, title: str) -> Table:
+def make_table(
+    summaries: Sequence[Summary], plain: Rate | None, title: str, caption: str | None = None
+) -> Table:
     """The table that is printed; "-" where an arm has no rate."""
-    table = Table(title=title)
+    table = Table(title=title, caption=caption)
     table.add_column("policy/drafter:tree")
     for name in ("greedy", "sampled", "near ties", "state", "accept", "node use", "steps"):
         table.add_column(name, justify="right")

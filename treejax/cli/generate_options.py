@@ -10,7 +10,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from pallas_kernels.implementation import resolve
 from treejax.cli.guard import Parser
+from treejax.cli.kernels import CHOICES
 from treejax.drafters import REGISTRY as DRAFTERS
 from treejax.drafters import make_drafter
 from treejax.engine import DEFAULT_DRAFTER, DEFAULT_POLICY, DEFAULT_TREE
@@ -38,6 +40,7 @@ class Options:
     stop: tuple[str, ...]
     seed: int
     policy: str
+    implementation: str
     drafter: str | None
     tree: str | None
     dtype: str
@@ -97,7 +100,12 @@ def make_parser() -> argparse.ArgumentParser:
     )
     how.add_argument("--tree", metavar="SHAPE", help=f"default {DEFAULT_TREE}; see --list")
     how.add_argument("--plain", action="store_true", help="draft nothing: one token a step")
-    how.add_argument("--implementation", choices=("auto", "xla", "mosaic_gpu"), default="auto")
+    how.add_argument(
+        "--implementation",
+        choices=CHOICES,
+        default="auto",
+        help="of the recurrent layers: auto, the default, is the GPU kernels where they can run",
+    )
 
     tell = parser.add_argument_group("what to tell")
     tell.add_argument(
@@ -132,7 +140,7 @@ def read_options(arguments: Sequence[str]) -> Options | None:
     if given.list:
         return None
     _check_together(given)
-    make_policy(given.policy)
+    make_policy(given.policy, "xla")
     if given.profile is not None:
         given.profile.mkdir(parents=True, exist_ok=True)
     drafter = None if given.plain else given.drafter or "auto"
@@ -146,6 +154,7 @@ def read_options(arguments: Sequence[str]) -> Options | None:
         stop=tuple(given.stop),
         seed=given.seed,
         policy=given.policy,
+        implementation=given.implementation,
         drafter=drafter,
         tree=given.tree,
         dtype=given.dtype,
@@ -161,9 +170,7 @@ def _check_together(given: argparse.Namespace) -> None:
     if given.prompt is None and given.prompt_file is None:
         raise ValueError("no prompt: give --prompt TEXT, --prompt - or --prompt-file F")
     if given.implementation == "mosaic_gpu":
-        raise ValueError(
-            "--implementation mosaic_gpu: its kernels are not built yet, use auto or xla"
-        )
+        resolve("mosaic_gpu")
     for name in ("drafter", "tree"):
         if given.plain and getattr(given, name) is not None:
             raise ValueError(f"--plain drafts nothing: leave out --{name}, or --plain")

@@ -47,9 +47,14 @@ def utf8_output() -> None:
 
 
 def stats_text(
-    stats: Stats, prompt_tokens: int, drafter: Drafter, dtype: str, check: Any = None
+    stats: Stats,
+    prompt_tokens: int,
+    drafter: Drafter,
+    dtype: str,
+    check: Any = None,
+    notice: str | None = None,
 ) -> str:
-    """The statistics as an aligned block of lines."""
+    """The statistics as an aligned block of lines. ``notice``: why no kernels ran, if so."""
     lines = [
         (
             "prompt",
@@ -90,6 +95,8 @@ def stats_text(
         lines.append(("drafted", "nothing: the drafter found no candidate in any step"))
     memory = f"scratch {_mebibytes(stats.scratch_bytes)}", f"state {_mebibytes(stats.state_bytes)}"
     lines.append(("memory", *memory))
+    if notice is not None:
+        lines.append(("kernels", f"none: {notice}"))
     if check is not None:
         lines.append(("check", str(check)))
     return "".join(f"{name:<12}{'   '.join(parts)}\n" for name, *parts in lines)

@@ -1,24 +1,52 @@
 """State policies: one file each, one line each in ``REGISTRY``."""
 
-from treejax.policies.base import Path, Policy
+import dataclasses
+from typing import Any
+
+from pallas_kernels.implementation import IMPLEMENTATIONS, resolve
+from treejax.policies.base import Path, Policy, kernel_problem
 from treejax.policies.replay import Replay
 from treejax.policies.snapshot import Snapshot
 from treejax.policies.wy import WY
 
-REGISTRY: dict[str, type] = {
+REGISTRY: dict[str, Any] = {
     "snapshot": Snapshot,
     "replay": Replay,
     "wy": WY,
 }
 
 
-def make_policy(policy: str | Policy) -> Policy:
-    """A policy from its name, or the object itself with its settings."""
-    if not isinstance(policy, str):
-        return policy
-    if policy not in REGISTRY:
-        raise ValueError(f"unknown policy {policy!r}, expected one of: {', '.join(REGISTRY)}")
-    return REGISTRY[policy]()
+def make_policy(
+    policy: str | Policy, implementation: str = "auto", unsupported: str | None = None
+) -> Policy:
+    """A policy from its name, or the object itself with its settings, on one implementation.
+
+    Args:
+      implementation: "auto" (the kernels where they can run), "xla", "mosaic_gpu" or "interpret",
+        for a name or for an object that says "auto"; others keep their own.
+      unsupported: why the kernels cannot serve what the policy is for (``kernel_problem``).
+
+    Raises:
+      ValueError: an unknown name, kernels that cannot run, or an object of another implementation.
+    """
+    if isinstance(policy, str):
+        if policy not in REGISTRY:
+            raise ValueError(f"unknown policy {policy!r}, expected one of: {', '.join(REGISTRY)}")
+        return REGISTRY[policy](implementation=resolve(implementation, unsupported))
+    settings: Any = policy
+    own = policy.implementation
+    if own == "auto":
+        chosen = resolve(implementation, unsupported)
+        return dataclasses.replace(settings, implementation=chosen)
+    if own not in IMPLEMENTATIONS:
+        known = ", ".join(IMPLEMENTATIONS)
+        raise ValueError(f"unknown implementation {own!r}, expected one of: {known}")
+    if implementation not in ("auto", own):
+        raise ValueError(
+            f"the policy's implementation is {own!r} and {implementation!r} was asked for: "
+            "give it implementation='auto', or leave one out"
+        )
+    return policy
 
 
-__all__ = ["REGISTRY", "Path", "Policy", "make_policy"]
+__all__ = ["REGISTRY", "Path", "Policy", "kernel_problem", "make_policy"]

@@ -1,11 +1,13 @@
 """What a state policy is: how a recurrent layer verifies a tree and how its state becomes durable.
 
 A policy is a frozen dataclass of settings with pure functions over a *carry*, what it keeps between
-steps. ``scan`` and ``commit`` are written for one sequence and one layer; they run under
-``vmap(axis_name="batch")``, so that loops can share one trip count (``over_batch``).
+steps. They take whole batches, the carry of all layers and the index of a layer, because that is
+what kernels take: the pool of states is never sliced. Each policy has two implementations of the
+same functions: plain JAX ("xla"), written for one sequence and mapped with ``vmap``, and the
+kernels of ``pallas_kernels``, which are imported when they are first traced.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -20,30 +22,39 @@ from treejax.tree import Topology
 
 
 class Path(struct.PyTreeNode):
-    """One accepted path: nodes [max_depth + 1] int32, -1 padded, and length [] int32."""
+    """Accepted paths: nodes [B, max_depth + 1] int32, -1 padded, and length [B] int32."""
 
     nodes: Array
     length: Array
 
 
 class Policy(Protocol):
-    """The five functions of a policy, and how its commit meets the layers."""
+    """The functions of a policy."""
 
     name: str
-    commit_together: bool
-    """True: scratch is stacked and one commit serves all layers. False: commit layer by layer,
-    for scratch too large to copy."""
+
+    @property
+    def implementation(self) -> str:
+        """ "xla", "mosaic_gpu" or "interpret"; "auto" until ``make_policy`` has resolved it."""
+        ...
 
     def init(self, R: Array) -> Any:
         """Carry from states R [Lg, B, Hv, dv, dk]; every leaf keeps the two leading axes."""
         ...
 
-    def scan(self, carry: Any, operands: Operands, topology: Topology) -> tuple[Array, Any]:
-        """Outputs [N, Hv, dv] float32 of every node, and the scratch that commit needs."""
+    def plan(self, topology: Topology) -> Any:
+        """What every layer's scan reads of the trees [B, ...]: derived once a verify."""
         ...
 
-    def commit(self, carry: Any, scratch: Any, path: Path) -> Any:
-        """The carry after the path; a path of length 0 leaves the carry's bytes as they are."""
+    def scan(self, carry: Any, layer: int, operands: Operands, plan: Any) -> tuple[Array, Any]:
+        """One layer, operands [B, N, ...]: outputs [B, N, Hv, dv] float32, and commit's scratch."""
+        ...
+
+    def commit(self, carry: Any, scratch: Sequence[Any], path: Path) -> Any:
+        """The carry after the paths, from the scratch of every layer.
+
+        A path of length 0 leaves its sequence's bytes as they are.
+        """
         ...
 
     def read(self, carry: Any) -> Array:
@@ -56,7 +67,7 @@ class Policy(Protocol):
 
 
 def over_batch(bound: Array) -> Array:
-    """The largest ``bound`` of the batch, the same for every sequence.
+    """The largest ``bound`` of the batch, the same for every sequence, under ``by_sequence``.
 
     A loop whose trip count differs by sequence would cost a select over the whole state each turn;
     with the batch's maximum there is one trip count, and rows that are done are masked. The count
@@ -65,17 +76,39 @@ def over_batch(bound: Array) -> Array:
     return lax.pmax(bound, "batch")
 
 
-def commit_layers(policy: Policy, carry: Any, scratch: Sequence[Any], path: Path) -> Any:
-    """Commit one batched path in every recurrent layer: carry [Lg, B, ...], scratch per layer."""
-    commit = jax.vmap(policy.commit, axis_name="batch")
-    if policy.commit_together:
-        stacked = jax.tree.map(lambda *layers: jnp.stack(layers), *scratch)
-        return jax.vmap(commit, in_axes=(0, 0, None))(carry, stacked, path)
-    layers = [
-        commit(jax.tree.map(lambda leaf, i=i: leaf[i], carry), layer, path)
-        for i, layer in enumerate(scratch)
-    ]
+def by_sequence[F: Callable[..., Any]](function: F) -> F:
+    """A function of one sequence as one of a batch."""
+    return jax.vmap(function, axis_name="batch")
+
+
+def stack(layers: Sequence[Any]) -> Any:
+    """Trees of arrays, one a layer, as one tree with a leading layer axis."""
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+
+
+def path_rows(scratch: Sequence[Any], path: Path) -> tuple[Any, Array]:
+    """What a commit kernel reads: the path's rows of every layer [L, B, P, ...], and their ids.
+
+    The rows lie in the path's order, so the ids [B, P] are 0, 1, 2.., -1 past the path's end.
+    """
+    nodes = jnp.maximum(path.nodes, 0)
+    take = jax.vmap(lambda rows, nodes: rows[nodes])
+    rows = stack([jax.tree.map(lambda leaf: take(leaf, nodes), layer) for layer in scratch])
+    steps = jnp.arange(nodes.shape[1], dtype=jnp.int32)[None, :]
+    return rows, jnp.where(steps < path.length[:, None], steps, -1)
+
+
+def kernel_problem(config: ModelConfig, capacity: int = 1) -> str | None:
+    """Why the kernels cannot serve a model, or trees of a capacity; None if they can."""
+    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+    widths = config.linear_key_head_dim, config.linear_value_head_dim
+    if config.linear_layers and not all(w % 8 == 0 and 8 <= w <= 256 for w in widths):
+        return f"the kernels take head widths of 8, 16, .. 256, not {widths[0]} x {widths[1]}"
+    if config.linear_layers and values > 8 * keys:
+        return f"the kernels take at most 8 value heads a key head, not {values // keys}"
+    if capacity > 128:
+        return f"the kernels take trees of at most 128 rows, not {capacity}"
+    return None
 
 
 def state_bytes(config: ModelConfig) -> int:

@@ -7,23 +7,34 @@ operands one by one would have left.
 """
 
 import dataclasses
-from typing import ClassVar
+import functools
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from pallas_kernels import walk
 from treejax.config import ModelConfig
 from treejax.delta_rule import Operands, read, update, value_heads
-from treejax.paths import cut_slots, schedule
-from treejax.policies.base import Path, operand_bytes, over_batch, state_bytes
+from treejax.paths import PathSchedule, cut_slots, schedule
+from treejax.policies.base import (
+    Path,
+    by_sequence,
+    operand_bytes,
+    over_batch,
+    path_rows,
+    stack,
+    state_bytes,
+)
 from treejax.shapes import Array
 from treejax.tree import Topology
 
 
 class Recorded(struct.PyTreeNode):
-    """Operands kept for the replay: k [N, Hk, dk], v [N, Hv, dv], alpha and beta [N, Hv]."""
+    """Operands kept for the replay: k [B, N, Hk, dk], v [B, N, Hv, dv], alpha, beta [B, N, Hv]."""
 
     k: Array
     v: Array
@@ -36,36 +47,62 @@ class Replay:
     """The replay policy.
 
     Attributes:
-      lanes: paths of one level that run side by side. More lanes suit a GPU; on a CPU a lane that
-        has no path costs as much as one that has.
+      lanes: paths of one level that run side by side in "xla". On a CPU a lane that has no path
+        costs as much as one that has. The kernel walks a tree depth first and has no lanes.
+      implementation: "auto", "xla", "mosaic_gpu" or "interpret".
     """
 
     name: ClassVar[str] = "replay"
-    commit_together: ClassVar[bool] = True
     lanes: int = 4
+    implementation: str = "xla"
 
     def init(self, R: Array) -> Array:
         return R
 
-    def scan(self, carry: Array, operands: Operands, topology: Topology) -> tuple[Array, Recorded]:
-        recorded = Recorded(operands.k, operands.v, operands.alpha, operands.beta)
-        return path_scan(carry, operands, topology, self.lanes), recorded
+    def plan(self, topology: Topology) -> Any:
+        if self.implementation == "xla":
+            bound = topology.parent.shape[1] - 1
+            return by_sequence(lambda one: schedule(one, bound))(topology)
+        return walk.plan(topology.parent, topology.size)
 
-    def commit(self, carry: Array, scratch: Recorded, path: Path) -> Array:
-        return replay(carry, scratch, path)
+    def scan(
+        self, carry: Array, layer: int, operands: Operands, plan: Any
+    ) -> tuple[Array, Recorded]:
+        o = operands
+        recorded = Recorded(o.k, o.v, o.alpha, o.beta)
+        if self.implementation == "xla":
+            scan = functools.partial(scan_paths, lanes=self.lanes)
+            return by_sequence(scan)(carry[layer], o, plan), recorded
+        from pallas_kernels.path_scan import path_scan
+
+        at, how = jnp.int32(layer), self.implementation
+        out = path_scan(carry, at, o.q, o.k, o.v, o.alpha, o.beta, plan, implementation=how)
+        return out, recorded
+
+    def commit(self, carry: Array, scratch: Sequence[Recorded], path: Path) -> Array:
+        if self.implementation == "xla":
+            together = jax.vmap(by_sequence(replay_path), in_axes=(0, 0, None))
+            return together(carry, stack(scratch), path)
+        from pallas_kernels.replay import replay
+
+        rows, nodes = path_rows(scratch, path)
+        recorded = rows.k, rows.v, rows.alpha, rows.beta
+        return replay(carry, *recorded, nodes, path.length, implementation=self.implementation)
 
     def read(self, carry: Array) -> Array:
         return carry
 
     def buffers(self, config: ModelConfig, capacity: int, batch: int = 1) -> dict[str, int]:
         layers = len(config.linear_layers)
+        # Cut states are reused by all layers; the kernel keeps the first two on the chip.
+        slots = cut_slots(capacity) if self.implementation == "xla" else walk.slots(capacity)
         return {
-            "cut_states": batch * cut_slots(capacity) * state_bytes(config),  # reused by all layers
+            "cut_states": batch * slots * state_bytes(config),
             "operands": batch * layers * capacity * operand_bytes(config),
         }
 
 
-def path_scan(R0: Array, operands: Operands, topology: Topology, lanes: int) -> Array:
+def scan_paths(R0: Array, operands: Operands, plan: PathSchedule, lanes: int) -> Array:
     """Outputs [N, Hv, dv] of every node of one tree, paths of a level side by side.
 
     Groups of at most ``lanes`` paths of one level run together, level after level. Each lane
@@ -73,7 +110,6 @@ def path_scan(R0: Array, operands: Operands, topology: Topology, lanes: int) -> 
     """
     count, heads = operands.v.shape[:2]
     lanes = min(lanes, count)
-    plan = schedule(topology, count - 1)
     spare_row = jax.tree.map(lambda x: jnp.pad(x, [(0, 1)] + [(0, 0)] * (x.ndim - 1)), operands)
     q, k = value_heads(spare_row.q, heads), value_heads(spare_row.k, heads)
     v, alpha, beta = spare_row.v, spare_row.alpha, spare_row.beta
@@ -110,8 +146,8 @@ def path_scan(R0: Array, operands: Operands, topology: Topology, lanes: int) -> 
     return lax.fori_loop(0, over_batch(groups), run_group, (cuts, outputs))[1][:count]
 
 
-def replay(R: Array, recorded: Recorded, path: Path) -> Array:
-    """Apply the native update to the recorded operands of the path, in order."""
+def replay_path(R: Array, recorded: Recorded, path: Path) -> Array:
+    """Apply the native update to the recorded operands of one path, in order."""
     heads = recorded.v.shape[1]
 
     def step(t: Array, R: Array) -> Array:

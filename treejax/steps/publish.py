@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from treejax.model import Model
-from treejax.policies.base import Path, commit_layers
+from treejax.policies.base import Path
 from treejax.shapes import Array
 from treejax.state import State
 from treejax.steps.select import Choice
@@ -21,10 +21,28 @@ def publish(model: Model, state: State, tree: Tree, scratch: Scratch, choice: Ch
     """The state after the accepted path: [root, ..., last accepted node], the pending token not.
 
     Raises:
-      ValueError: the path is not one of this tree's, or does not fit the state.
+      ValueError: the scratch is of another tree, state or policy, or the path is not one of this
+        tree's, or does not fit the state.
     """
     _check_path(state, tree, choice)
+    _check_scratch(state, tree, scratch)
     return _publish(state, scratch, choice)
+
+
+def _check_scratch(state: State, tree: Tree, scratch: Scratch) -> None:
+    if scratch.policy != state.policy:
+        raise ValueError(
+            f"the scratch was made under policy {scratch.policy} and the state has {state.policy}"
+        )
+    if not np.array_equal(scratch.length, state.length):
+        raise ValueError(
+            f"the scratch was made on a state of lengths {np.asarray(scratch.length).tolist()} and "
+            f"this one has {np.asarray(state.length).tolist()}"
+        )
+    mine = scratch.tree
+    pairs = (mine.tokens, tree.tokens), (mine.parent, tree.parent), (mine.size, tree.size)
+    if not all(np.array_equal(a, b) for a, b in pairs):
+        raise ValueError("the scratch was made from another tree, expected the one that is given")
 
 
 def _check_path(state: State, tree: Tree, choice: Choice) -> None:
@@ -43,14 +61,18 @@ def _check_path(state: State, tree: Tree, choice: Choice) -> None:
 
 def publish_path(state: State, scratch: Scratch, choice: Choice) -> State:
     """``publish`` without checks, for use inside jit."""
-    path = Path(nodes=choice.path, length=choice.length)
+    nodes = choice.path
+    if scratch.place is not None:
+        rows = jnp.take_along_axis(scratch.place, jnp.maximum(nodes, 0), axis=1)
+        nodes = jnp.where(nodes >= 0, rows, -1)
+    path = Path(nodes=nodes, length=choice.length)
     conv = [
         jax.vmap(advance_history)(state.conv[i], inputs, path)
         for i, inputs in enumerate(scratch.conv)
     ]
     return state.replace(
         recurrent=(
-            commit_layers(state.policy, state.recurrent, scratch.recurrent, path)
+            state.policy.commit(state.recurrent, scratch.recurrent, path)
             if scratch.recurrent
             else state.recurrent
         ),

@@ -62,13 +62,14 @@ def step(
 ) -> tuple[Carry, Emission]:
     """One step of every sequence; ``carry`` is donated.
 
-    limit: [B] how deep a candidate may lie; 0 leaves the root, -1 leaves the sequence out.
+    limit: [B] how deep a candidate may lie; 0 leaves the root, -1 leaves the sequence out: no row
+      of its tree is active, and kernels pass over it.
     """
     state, draft = carry.state, Draft(weights=weights, memory=carry.memory, config=config)
     taking_part = limit >= 0
 
     tree, _, draft = drafter.propose(draft, state, carry.pending, keys)
-    tree = tree.trim(jnp.maximum(limit, 0))
+    tree = tree.trim(limit)
     out, scratch = verify_trees(config, params, state, tree)
     choice = select(tree, out.logits, sampling=sampling, key=keys, position=state.length)
     choice = choice.mask(taking_part)

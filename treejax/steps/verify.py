@@ -1,10 +1,12 @@
 """Verify: one target forward over every node of the trees, the state left as it is.
 
 Each node continues its parent in all three surfaces: the policy's scan for R, the ancestors'
-inputs for C, the ancestors' rows for K; its rotary position is length + depth.
+inputs for C, the ancestors' rows for K; its rotary position is length + depth. For policies that
+run on kernels the rows are sorted first, parents before children, and put back afterwards.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,9 +18,10 @@ from treejax import layers
 from treejax.config import ModelConfig
 from treejax.delta_rule import HIGHEST, Operands
 from treejax.model import Mixing, Model, Output, forward
+from treejax.policies import Policy
 from treejax.shapes import Array
 from treejax.state import State
-from treejax.tree import Topology, Tree, conv_rows, describe, visible
+from treejax.tree import Topology, Tree, conv_rows, describe, sort_rows, visible
 
 
 class Scratch(struct.PyTreeNode):
@@ -28,12 +31,18 @@ class Scratch(struct.PyTreeNode):
       recurrent: the policy's scratch, a tuple entry a recurrent layer.
       conv: a tuple of convolution inputs [B, N, C].
       keys, values: tuples of [B, N, Hkv, D], an entry an attention layer.
+      tree, length, policy: what was verified, and the length and policy of the state.
+      place: [B, N] row of each node in all of these, None where that is the node's own.
     """
 
     recurrent: tuple[Any, ...]
     conv: tuple[Array, ...]
     keys: tuple[Array, ...]
     values: tuple[Array, ...]
+    tree: Tree
+    length: Array
+    place: Array | None
+    policy: Policy = struct.field(pytree_node=False)
 
 
 def verify(model: Model, state: State, tree: Tree) -> tuple[Output, Scratch]:
@@ -71,11 +80,22 @@ def verify_trees(
     config: ModelConfig, params: layers.Params, state: State, tree: Tree
 ) -> tuple[Output, Scratch]:
     """``verify`` without checks, for use inside jit."""
-    topology = describe(tree)
+    topology, tokens, place = describe(tree), tree.tokens, None
+    if state.policy.implementation != "xla":
+        tokens = jnp.take_along_axis(tokens, topology.order, axis=1)
+        topology, place = jax.vmap(sort_rows)(topology)
     positions = state.length[:, None] + topology.depth
-    x = layers.embed(params, tree.tokens)
+    x = layers.embed(params, tokens)
     hidden, records = forward(config, params, x, positions, _tree_mixing(state, topology))
-    scratch = Scratch(*map(tuple, (records.delta, records.conv, records.keys, records.values)))
+    if place is not None:
+        hidden = jnp.take_along_axis(hidden, place[:, :, None], axis=1)
+    scratch = Scratch(
+        *map(tuple, (records.delta, records.conv, records.keys, records.values)),
+        tree=tree,
+        length=state.length,
+        place=place,
+        policy=state.policy,
+    )
     return Output(layers.logits(params, hidden), hidden), scratch
 
 
@@ -83,13 +103,31 @@ _verify = functools.partial(jax.jit, static_argnames="config")(verify_trees)
 
 
 def _tree_mixing(state: State, topology: Topology) -> Mixing:
-    width = state.config.linear_conv_kernel_dim
+    width, policy = state.config.linear_conv_kernel_dim, state.policy
     windows = jax.vmap(lambda one: conv_rows(one, width))(topology)  # [B, N, K]
+    mask = jax.vmap(visible)(topology)
+    plan = policy.plan(topology)
+
+    def delta(i: int, operands: Operands) -> tuple[Array, Any]:
+        return policy.scan(state.recurrent, i, operands, plan)
+
+    def attend(i: int, q: Array, k: Array, v: Array) -> Array:
+        past = state.keys[i], state.values[i], state.length
+        return jax.vmap(layers.attend)(q, k, v, mask, *past)
+
+    if policy.implementation == "xla":
+        operands = layers.by_convolution(_convolution(state, windows))
+    else:
+        operands = _fused_operands(state, windows)
+    return Mixing(operands, delta, attend)
+
+
+def _convolution(state: State, windows: Array) -> Callable[[int, Array, Array], Array]:
+    """The convolution over ancestors, in plain JAX."""
+    width = state.config.linear_conv_kernel_dim
     rows = jnp.arange(width - 1 + windows.shape[1], dtype=jnp.int32)
     # Tap by tap a product with a selection matrix: exact, and on a CPU far cheaper than a gather.
     chosen = (windows[..., None] == rows[None, None, None, :]).astype(jnp.float32)
-    mask = jax.vmap(visible)(topology)
-    scan = jax.vmap(state.policy.scan, axis_name="batch")
 
     def convolve(i: int, inputs: Array, taps: Array) -> Array:
         full = jnp.concatenate([state.conv[i], inputs], axis=1).astype(jnp.float32)
@@ -97,11 +135,23 @@ def _tree_mixing(state: State, topology: Topology) -> Mixing:
         window = jnp.einsum("bnkm,bmc->kbnc", chosen, full, precision=HIGHEST)
         return functools.reduce(jnp.add, (window[j] * taps[None, None, j] for j in range(width)))
 
-    def delta(i: int, operands: Operands) -> tuple[Array, Any]:
-        return scan(jax.tree.map(lambda leaf: leaf[i], state.recurrent), operands, topology)
+    return convolve
 
-    def attend(i: int, q: Array, k: Array, v: Array) -> Array:
-        past = state.keys[i], state.values[i], state.length
-        return jax.vmap(layers.attend)(q, k, v, mask, *past)
 
-    return Mixing(convolve, delta, attend)
+def _fused_operands(state: State, windows: Array) -> Callable[..., Operands]:
+    """``Mixing.operands`` as one kernel: convolution, activation, normalisation and gates."""
+    from pallas_kernels.tree_conv import tree_conv  # imported when first traced
+
+    def operands(
+        i: int, config: ModelConfig, p: layers.Params, inputs: Array, a: Array, b: Array
+    ) -> Operands:
+        made = tree_conv(
+            *(inputs, state.conv, jnp.int32(i), p["conv"], windows, a, b),
+            *(p["A_log"], p["dt_bias"]),
+            key_heads=config.linear_num_key_heads,
+            key_dim=config.linear_key_head_dim,
+            implementation=state.policy.implementation,
+        )
+        return Operands(made.q, made.k, made.v, made.g, made.alpha, made.beta)
+
+    return operands

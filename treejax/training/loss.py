@@ -58,7 +58,7 @@ def window_mixing(dtype: Any, kernel: AttentionKernel) -> Mixing:
     def attend(i: int, q: Array, k: Array, v: Array) -> Array:
         return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=kernel)
 
-    return Mixing(convolve, delta, attend)
+    return Mixing(layers.by_convolution(convolve), delta, attend)
 
 
 def _rows(tokens: Array) -> Array:
