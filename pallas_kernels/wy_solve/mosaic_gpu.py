@@ -86,7 +86,9 @@ def run(p: Program) -> None:
 
     @pl.when(busy)
     def _():
-        run_segment(p, jnp.int32(0), first=True)
+        alone = p.sizes.segments == 1 or p.sizes.path > 0
+        if alone:
+            run_segment(p, jnp.int32(0), first=True)
         if p.sizes.segments > 1:
 
             def later(segment, carry):
@@ -94,7 +96,7 @@ def run(p: Program) -> None:
                 run_segment(p, segment, first=False)
                 return carry
 
-            lax.fori_loop(1, (p.count + SEGMENT - 1) // SEGMENT, later, 0)
+            lax.fori_loop(int(alone), (p.count + SEGMENT - 1) // SEGMENT, later, 0)
 
     @pl.when(p.group == 1)
     def _():
@@ -102,7 +104,10 @@ def run(p: Program) -> None:
 
 
 def run_segment(p: Program, segment: jax.Array, first: bool) -> None:
-    """Solve 32 rows of the tree: products, couplings to all rows before, substitution, outputs."""
+    """Solve 32 rows of the tree: products, couplings to all rows before, substitution, outputs.
+
+    ``first`` is for a segment that has none before it: it couples while the state arrives.
+    """
     commits = first and p.sizes.path > 0
     start = SEGMENT * segment
 
@@ -129,8 +134,7 @@ def run_segment(p: Program, segment: jax.Array, first: bool) -> None:
         add_earlier_segments(p, segment)
         pl.when(p.group == 1)(lambda: couple(p, segment, segment, p.s.kq))
         together(p)
-    pl.when(p.group == 0)(lambda: substitution.solve_segment(p, start))
-    pl.when(p.group == 1)(lambda: substitution.read_segment(p, start))
+    substitution.run_segment(p, start)
 
 
 def stage_rows(p: Program, start: jax.Array) -> None:

@@ -1,10 +1,13 @@
 """Static sizes of a tree WY solve, the SMEM it takes, and what its kernel cannot do."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.padding import round_up
 
 SEGMENT = 32  # rows of a tree that are solved at a time
 CHANNELS = 128  # value channels of a program, one a thread
@@ -117,16 +120,14 @@ def scratch_types(sizes: Sizes) -> dict[str, Any]:
 
 
 def smem_bytes(sizes: Sizes) -> int:
-    """Bytes of SMEM of one program."""
-    arrays = [t for t in scratch_types(sizes).values() if hasattr(t, "dtype")]
-    return sum(_bytes(t) for t in arrays) + 1024
-
-
-def _bytes(smem: Any) -> int:
-    count = jnp.dtype(smem.dtype).itemsize if jnp.issubdtype(smem.dtype, jnp.number) else 64
-    for side in smem.shape:
-        count *= side
-    return count
+    """Bytes of SMEM of one program: Pallas starts every array at a multiple of 1024."""
+    total = 1024  # barriers
+    for smem in scratch_types(sizes).values():
+        if isinstance(smem, plgpu.Barrier):
+            continue
+        size = math.prod(smem.shape) * jnp.dtype(smem.dtype).itemsize
+        total += round_up(size, 1024)
+    return total
 
 
 def _operands(shape: tuple[int, ...], dtype: Any) -> Any:
