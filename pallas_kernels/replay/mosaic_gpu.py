@@ -16,7 +16,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.padding import pad_axis, round_up
 from pallas_kernels.path_scan.memory import ALIGNMENT, BLOCK_BYTES, GROUP, TILE
-from pallas_kernels.tiles import COLS, ROWS, WG, Ref, compiler_params, interpreter, load
+from pallas_kernels.tiles import (
+    COLS,
+    MAX_BARRIERS,
+    ROWS,
+    WG,
+    Ref,
+    compiler_params,
+    interpreter,
+    load,
+)
 from pallas_kernels.update import MAX_DIM, advance, operand_problem
 
 
@@ -94,11 +103,11 @@ def _replay(
                 (a_r.at[layer, b, node, group], gates_s.at[0, t, pl.ds(0, GROUP)]),
                 (b_r.at[layer, b, node, group], gates_s.at[1, t, pl.ds(0, GROUP)]),
             ):
-                plgpu.copy_gmem_to_smem(source, target, barriers.at[t])
+                plgpu.copy_gmem_to_smem(source, target, barriers.at[t % MAX_BARRIERS])
             return _
 
         def step(t, R):
-            plgpu.barrier_wait(barriers.at[t])
+            plgpu.barrier_wait(barriers.at[t % MAX_BARRIERS])
             key = load(key_s.at[t, pl.ds(0, key_dim)], COLS).astype(jnp.float32)
             value = load(value_s.at[t], ROWS).astype(jnp.float32)
             return advance(R, key, value, gates_s[0, t, h % GROUP], gates_s[1, t, h % GROUP])
@@ -106,8 +115,11 @@ def _replay(
         @pl.when(count > 0)
         def _():
             R = load(R_r.at[layer, b, h, rows], WG)
-            lax.fori_loop(0, count, stage, 0)
-            R_r[layer, b, h, rows] = lax.fori_loop(0, count, step, R)
+            for start in range(0, steps, MAX_BARRIERS):  # more than one round is rare
+                stop = jnp.minimum(count, start + MAX_BARRIERS)
+                lax.fori_loop(start, stop, stage, 0)
+                R = lax.fori_loop(start, stop, step, R)
+            R_r[layer, b, h, rows] = R
 
     kernel = plgpu.kernel(
         body,
@@ -118,7 +130,7 @@ def _replay(
             key_s=plgpu.SMEM((steps, _aligned(key_dim, k.dtype) // k.dtype.itemsize), k.dtype),
             value_s=plgpu.SMEM((steps, TILE), v.dtype),
             gates_s=plgpu.SMEM((2, steps, ALIGNMENT // 4), jnp.float32),
-            barriers=plgpu.Barrier(num_arrivals=4, num_barriers=steps),
+            barriers=plgpu.Barrier(num_arrivals=4, num_barriers=min(steps, MAX_BARRIERS)),
         ),
         compiler_params=compiler_params(),
         interpret=interpreter(chosen),

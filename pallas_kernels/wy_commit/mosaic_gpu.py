@@ -15,7 +15,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.padding import pad_axis, round_up
 from pallas_kernels.path_scan.memory import ALIGNMENT, BLOCK_BYTES, GROUP, TILE
-from pallas_kernels.tiles import COLS, ROWS, WG, Ref, compiler_params, interpreter, load
+from pallas_kernels.tiles import (
+    COLS,
+    MAX_BARRIERS,
+    ROWS,
+    WG,
+    Ref,
+    compiler_params,
+    interpreter,
+    load,
+)
 from pallas_kernels.update import MAX_DIM
 from pallas_kernels.wy_commit.tile import commit as commit_tile
 
@@ -91,18 +100,20 @@ def _commit(
                 (u_r.at[layer, b, node, h, rows], u_s.at[t]),
                 (g_r.at[layer, b, node, group], gate_s.at[t, pl.ds(0, GROUP)]),
             ):
-                plgpu.copy_gmem_to_smem(source, target, loaded.at[t])
+                plgpu.copy_gmem_to_smem(source, target, loaded.at[t % MAX_BARRIERS])
             return carry
 
         def wait(t, carry):
-            plgpu.barrier_wait(loaded.at[t])
+            plgpu.barrier_wait(loaded.at[t % MAX_BARRIERS])
             return carry
 
         @pl.when(count > 0)
         def _():
             R = load(R_r.at[layer, b, h, rows], WG)
-            lax.fori_loop(0, count, stage, 0)
-            lax.fori_loop(0, count, wait, 0)
+            for start in range(0, steps, MAX_BARRIERS):  # more than one round is rare
+                stop = jnp.minimum(count, start + MAX_BARRIERS)
+                lax.fori_loop(start, stop, stage, 0)
+                lax.fori_loop(start, stop, wait, 0)
             R_r[layer, b, h, rows] = commit_tile(
                 R,
                 count,
@@ -120,7 +131,7 @@ def _commit(
             key_s=plgpu.SMEM((steps, _row_bytes(key_dim, k.dtype) // k.dtype.itemsize), k.dtype),
             u_s=plgpu.SMEM((steps, TILE), jnp.float32),
             gate_s=plgpu.SMEM((steps, ALIGNMENT // 4), jnp.float32),
-            loaded=plgpu.Barrier(num_arrivals=3, num_barriers=steps),
+            loaded=plgpu.Barrier(num_arrivals=3, num_barriers=min(steps, MAX_BARRIERS)),
         ),
         compiler_params=compiler_params(),
         interpret=interpreter(chosen),
