@@ -38,14 +38,14 @@ importlib.import_module("jax.experimental.pallas.tpu")
 
 policies = pytest.mark.parametrize("policy", sorted(REGISTRY))
 
-CAPACITY, DEPTH = 8, 7
+CAPACITY, DEPTH = 9, 7  # kernels take 16 rows
 SMALL = dataclasses.replace(tiny.CONFIG, linear_num_key_heads=1, linear_num_value_heads=2)
 # Relative RMS: replay and snapshot run the native update in both, wy solves in another order.
 TOLERANCE = {"snapshot": 1e-6, "replay": 1e-6, "wy": 1e-5}
 
 
 def random_tree(rng, sizes):
-    parents = [random_trees.random_parents(rng, size) for size in sizes]
+    parents = [random_trees.random_parents(rng, size, DEPTH) for size in sizes]
     tokens = [random_trees.random_tokens(rng, p, tiny.CONFIG.vocab_size) for p in parents]
     return Tree.from_parents(tokens, parents, capacity=CAPACITY, max_depth=DEPTH), parents
 
@@ -76,7 +76,7 @@ def test_kernels_follow_plain_jax(policy):
     """
     rng, model = np.random.default_rng(3), small_model()
     states = {how: prompted(policy, how) for how in ("interpret", "xla")}
-    for number, sizes in enumerate([(8, 5), (1, 7), (6, 8), (4, 3)]):
+    for number, sizes in enumerate([(9, 5), (1, 7), (6, 8), (4, 3)]):
         tree, parents = random_tree(rng, sizes)
         paths = [path_to(p, int(rng.integers(len(p)))) for p in parents]
         if number == 3:
@@ -168,6 +168,19 @@ def test_steps_lowered_for_a_gpu_run_on_kernels(policy):
     params, state, _ = abstract_case(policy, "xla", drafter)
     traced = jax.jit(verify_and_publish).trace(params, state, tree, choice)
     assert launches(traced.lower(lowering_platforms=("cuda",)).as_text()) == 0
+
+
+@policies
+def test_buffers_of_kernels_are_the_scratch_of_verify(policy):
+    """But for the cut states, which live inside a launch, byte for byte."""
+    drafter = make_drafter("mtp", "chain5")
+    params, state, _ = abstract_case(policy, "interpret", drafter)
+    tree = Tree.root_only(jnp.zeros(2, jnp.int32), drafter.capacity, drafter.max_depth)
+    verify_them = functools.partial(verify_trees, SHIPPED)
+    scratch = jax.eval_shape(verify_them, params, state, tree)[1].recurrent
+    buffers = state.policy.buffers(SHIPPED, drafter.capacity, 2)
+    lasting = sum(size for name, size in buffers.items() if name != "cut_states")
+    assert lasting == sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(scratch))
 
 
 def test_with_policy_keeps_the_implementation_unless_told():

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treejax.paths import cut_slots, schedule
-from treejax.tree import Tree, conv_rows, depths, describe, visible
+from treejax.tree import Tree, conv_rows, depths, describe, sort_rows, visible
 
 CAPACITY = 31  # one capacity for all examples, so that each function compiles once
 WIDTH = 4
@@ -239,6 +239,28 @@ def test_schedule_of_a_star_is_two_levels():
     assert made.count == 31
     np.testing.assert_array_equal(made.length, 1)
     np.testing.assert_array_equal(made.level, [0] + [1] * 30)
+
+
+@jax.jit
+def sort_padded(tree):
+    """A tree in three rows more, sorted: its topology, the new places, and it described anew."""
+    topology, place = jax.vmap(sort_rows)(describe(tree.pad(CAPACITY + 3)))
+    parents = topology.parent
+    again = describe(Tree(parents, parents, parents, tree.size, max_depth=tree.max_depth))
+    return topology, place, again
+
+
+@given(random_trees.parent_lists(CAPACITY))
+def test_sorted_rows_are_the_same_tree_with_parents_first(parents):
+    """What is moved equals what the moved parents describe; places lead back."""
+    tree = Tree.from_parents(range(len(parents)), parents, capacity=CAPACITY)
+    topology, place, again = (jax.tree.map(lambda leaf: leaf[0], x) for x in sort_padded(tree))
+    jax.tree.map(np.testing.assert_array_equal, topology, again)
+    moved = np.asarray(topology.parent)
+    assert place[0] == 0 and (moved < np.arange(CAPACITY + 3)).all()
+    np.testing.assert_array_equal(np.sort(place), np.arange(CAPACITY + 3))
+    for row, above in enumerate(parents):
+        assert moved[place[row]] == (-1 if above < 0 else place[above])
 
 
 @pytest.mark.parametrize("capacity", [28, 32])

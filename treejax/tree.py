@@ -98,6 +98,15 @@ class Tree(struct.PyTreeNode):
             max_depth=max_depth,
         )
 
+    def pad(self, capacity: int) -> "Tree":
+        """The same trees in more rows; usable inside jit."""
+        more = ((0, 0), (0, capacity - self.capacity))
+        return self.replace(
+            tokens=jnp.pad(self.tokens, more, constant_values=-1),
+            parent=jnp.pad(self.parent, more, constant_values=-1),
+            rank=jnp.pad(self.rank, more),
+        )
+
     def keep_with_order(self, mask: Array) -> tuple["Tree", Array]:
         """Drop the rows where ``mask`` [B, N] is false and repack; usable inside jit.
 

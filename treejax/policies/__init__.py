@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from pallas_kernels.implementation import IMPLEMENTATIONS, resolve
-from treejax.policies.base import Path, Policy, kernel_problem
+from treejax.policies.base import Path, Policy, kernel_problem, kernel_rows
 from treejax.policies.replay import Replay
 from treejax.policies.snapshot import Snapshot
 from treejax.policies.wy import WY
@@ -49,4 +49,4 @@ def make_policy(
     return policy
 
 
-__all__ = ["REGISTRY", "Path", "Policy", "kernel_problem", "make_policy"]
+__all__ = ["REGISTRY", "Path", "Policy", "kernel_problem", "kernel_rows", "make_policy"]

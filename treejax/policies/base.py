@@ -98,6 +98,11 @@ def path_rows(scratch: Sequence[Any], path: Path) -> tuple[Any, Array]:
     return rows, jnp.where(steps < path.length[:, None], steps, -1)
 
 
+def kernel_rows(capacity: int) -> int:
+    """Rows that kernels give a tree of a capacity, so that none pads its operands by itself."""
+    return -(-capacity // 8) * 8
+
+
 def kernel_problem(config: ModelConfig, capacity: int = 1) -> str | None:
     """Why the kernels cannot serve a model, or trees of a capacity; None if they can."""
     keys, values = config.linear_num_key_heads, config.linear_num_value_heads

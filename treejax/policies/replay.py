@@ -23,6 +23,7 @@ from treejax.paths import PathSchedule, cut_slots, schedule
 from treejax.policies.base import (
     Path,
     by_sequence,
+    kernel_rows,
     operand_bytes,
     over_batch,
     path_rows,
@@ -93,12 +94,14 @@ class Replay:
         return carry
 
     def buffers(self, config: ModelConfig, capacity: int, batch: int = 1) -> dict[str, int]:
-        layers = len(config.linear_layers)
-        # Cut states are reused by all layers; the kernel keeps the first two on the chip.
-        slots = cut_slots(capacity) if self.implementation == "xla" else walk.slots(capacity)
+        if self.implementation == "xla":
+            slots = cut_slots(capacity)
+        else:  # at most; the kernel keeps the first two on the chip
+            capacity, slots = kernel_rows(capacity), walk.slots(capacity)
+        rows = batch * len(config.linear_layers) * capacity
         return {
-            "cut_states": batch * slots * state_bytes(config),
-            "operands": batch * layers * capacity * operand_bytes(config),
+            "cut_states": batch * slots * state_bytes(config),  # reused by all layers
+            "operands": rows * operand_bytes(config),
         }
 
 

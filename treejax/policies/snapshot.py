@@ -13,7 +13,7 @@ from jax import lax
 from pallas_kernels import walk
 from treejax.config import ModelConfig
 from treejax.delta_rule import Operands, read, update, value_heads
-from treejax.policies.base import Path, by_sequence, over_batch, stack, state_bytes
+from treejax.policies.base import Path, by_sequence, kernel_rows, over_batch, stack, state_bytes
 from treejax.shapes import Array
 from treejax.tree import Topology
 
@@ -54,7 +54,8 @@ class Snapshot:
         return carry
 
     def buffers(self, config: ModelConfig, capacity: int, batch: int = 1) -> dict[str, int]:
-        rows = capacity + (self.implementation == "xla")  # one more that holds R0
+        # Plain JAX has one row more, which holds R0.
+        rows = capacity + 1 if self.implementation == "xla" else kernel_rows(capacity)
         return {"states": batch * len(config.linear_layers) * rows * state_bytes(config)}
 
 

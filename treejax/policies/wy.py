@@ -16,7 +16,7 @@ from jax import lax
 
 from treejax.config import ModelConfig
 from treejax.delta_rule import HIGHEST, Operands, value_heads
-from treejax.policies.base import Path, by_sequence, path_rows, stack
+from treejax.policies.base import Path, by_sequence, kernel_rows, path_rows, stack
 from treejax.shapes import Array
 from treejax.tree import Topology
 
@@ -93,6 +93,8 @@ class WY:
 
     def buffers(self, config: ModelConfig, capacity: int, batch: int = 1) -> dict[str, int]:
         layers, heads = len(config.linear_layers), config.linear_num_value_heads
+        if self.implementation != "xla":
+            capacity = kernel_rows(capacity)
         rows = batch * layers * capacity
         keys = config.linear_num_key_heads * config.linear_key_head_dim
         return {

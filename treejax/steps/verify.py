@@ -2,7 +2,8 @@
 
 Each node continues its parent in all three surfaces: the policy's scan for R, the ancestors'
 inputs for C, the ancestors' rows for K; its rotary position is length + depth. For policies that
-run on kernels the rows are sorted first, parents before children, and put back afterwards.
+run on kernels the rows are sorted first, parents before children and inactive rows up to a multiple
+of 8, and put back afterwards.
 """
 
 import functools
@@ -18,7 +19,7 @@ from treejax import layers
 from treejax.config import ModelConfig
 from treejax.delta_rule import HIGHEST, Operands
 from treejax.model import Mixing, Model, Output, forward
-from treejax.policies import Policy
+from treejax.policies import Policy, kernel_rows
 from treejax.shapes import Array
 from treejax.state import State
 from treejax.tree import Topology, Tree, conv_rows, describe, sort_rows, visible
@@ -80,10 +81,10 @@ def verify_trees(
     config: ModelConfig, params: layers.Params, state: State, tree: Tree
 ) -> tuple[Output, Scratch]:
     """``verify`` without checks, for use inside jit."""
-    topology, tokens, place = describe(tree), tree.tokens, None
-    if state.policy.implementation != "xla":
-        tokens = jnp.take_along_axis(tokens, topology.order, axis=1)
-        topology, place = jax.vmap(sort_rows)(topology)
+    if state.policy.implementation == "xla":
+        topology, tokens, place = describe(tree), tree.tokens, None
+    else:
+        topology, tokens, place = _sorted(tree)
     positions = state.length[:, None] + topology.depth
     x = layers.embed(params, tokens)
     hidden, records = forward(config, params, x, positions, _tree_mixing(state, topology))
@@ -100,6 +101,15 @@ def verify_trees(
 
 
 _verify = functools.partial(jax.jit, static_argnames="config")(verify_trees)
+
+
+def _sorted(tree: Tree) -> tuple[Topology, Array, Array]:
+    """The trees as kernels want them, their tokens, and the row there of each node [B, N]."""
+    wide = tree.pad(kernel_rows(tree.capacity))
+    topology = describe(wide)
+    tokens = jnp.take_along_axis(wide.tokens, topology.order, axis=1)
+    topology, place = jax.vmap(sort_rows)(topology)
+    return topology, tokens, place[:, : tree.capacity]
 
 
 def _tree_mixing(state: State, topology: Topology) -> Mixing:
