@@ -121,7 +121,10 @@ def races_found(monkeypatch):
 
     def run(name):
         case = make_case([TREE], 8, (1, 1), (32, 128 if name == "wy_solve" else 64), layers=1)
-        jax.block_until_ready(OPERATIONS[name](case))
+        try:
+            jax.block_until_ready(OPERATIONS[name](case))
+        except jax.errors.JaxRuntimeError as error:  # jax 0.12 raises at the first race
+            return "RACE DETECTED" in str(error)
         return interpret_pallas_call.get_races().races_found
 
     yield run

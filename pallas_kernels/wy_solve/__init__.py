@@ -209,10 +209,12 @@ def _kernel(
     if (sizes.value_dim, sizes.key_dim) != (value_dim, key_dim):
         pool, index = jnp.take(R, layer, axis=0)[None], jnp.int32(0)
         pool = pad_axis(pad_axis(pool, 3, sizes.value_dim), 4, sizes.key_dim)
+    sees, seen = _by_segments(sizes, ancestors)
     arrays = {
         "layer": index.astype(jnp.int32).reshape(1),
         "count": size,
-        "visible": _visible(sizes, ancestors),
+        "sees": sees,
+        "seen": seen,
         "q": pad_axis(pad_axis(q, 3, sizes.key_dim), 1, sizes.rows),
         "k": pad_axis(pad_axis(k, 3, sizes.key_dim), 1, sizes.rows),
         "v": pad_axis(pad_axis(v, 3, channels), 1, sizes.rows),
@@ -246,10 +248,10 @@ def _call(
     return out, u, jax.freeze(shared)
 
 
-def _visible(sizes: Sizes, ancestors: jax.Array) -> jax.Array:
-    """[B, S, S, 64, 32] float32: who sees whom by segments; each row as a key and as a query."""
+def _by_segments(sizes: Sizes, ancestors: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """``sees`` and ``seen`` of ``mosaic_gpu.solve``."""
     count, side = sizes.segments, sizes.segments * SEGMENT
-    seen = pad_axis(pad_axis(ancestors, 1, side), 2, side).astype(jnp.float32)
-    seen = seen.reshape(sizes.batch, count, SEGMENT, count, SEGMENT)
-    seen = jnp.moveaxis(seen, 3, 2)
-    return jnp.concatenate([seen, seen], axis=3)
+    sees = pad_axis(pad_axis(ancestors, 1, side), 2, side).astype(jnp.float32)
+    sees = jnp.moveaxis(sees.reshape(sizes.batch, count, SEGMENT, count, SEGMENT), 3, 2)
+    seen = jnp.swapaxes(sees, 3, 4)
+    return jnp.concatenate([sees, sees], axis=3), jnp.concatenate([seen, seen], axis=3)

@@ -24,7 +24,7 @@ from pallas_kernels.wy_solve.path import stage_path
 from pallas_kernels.wy_solve.program import Program, pick, together
 from pallas_kernels.wy_solve.sizes import BLOCK, CHANNELS, HALF, SEGMENT, Sizes, scratch_types
 
-INPUTS = ("layer", "count", "visible", "q", "k", "v", "g", "beta")
+INPUTS = ("layer", "count", "sees", "seen", "q", "k", "v", "g", "beta")
 PATH = ("path_k", "path_u", "path_g", "path_length")
 
 
@@ -34,9 +34,10 @@ def solve(
     """Outputs and U, both [B, N, Hv, dv] float32; dv is that of the padded ``v``.
 
     Args:
-      arrays: ``INPUTS``, and ``PATH`` if ``sizes.path``: layer [1], count [B], visible
-        [B, S, S, 64, 32] float32 (segment of the row, of the key; each row twice), q, k, v as in
-        the contract, g and beta [B, N, 8 n]; the path's factors with the same paddings.
+      arrays: ``INPUTS``, and ``PATH`` if ``sizes.path``: layer [1], count [B]; sees and seen
+        [B, S, S, 64, 32] float32, by segments which ancestors (columns) a row sees and which rows
+        (columns) see an ancestor, the first axis of both the row's segment and rows repeated; q,
+        k, v as in the contract; g and beta [B, N, 8 n]; the path's factors, padded alike.
       R: the pool, an array, or a mutable reference if a path is committed first.
     """
     names = (*INPUTS, *(PATH if sizes.path else ()))
@@ -124,7 +125,7 @@ def run_segment(p: Program, segment: jax.Array, first: bool) -> None:
         together(p)
     sum_decays(p, segment)
     if first:
-        pl.when(p.group == 1)(lambda: couple(p, segment, segment, p.s.kq))
+        couple(p, segment, segment, p.s.kq)
     if commits:
         plgpu.barrier_wait(p.s.path_loaded)
     mine = p.s.products.at[pl.ds(HALF * p.group, HALF), pl.ds(0, 2 * SEGMENT)]
@@ -132,8 +133,7 @@ def run_segment(p: Program, segment: jax.Array, first: bool) -> None:
     together(p)
     if not first:
         add_earlier_segments(p, segment)
-        pl.when(p.group == 1)(lambda: couple(p, segment, segment, p.s.kq))
-        together(p)
+        couple(p, segment, segment, p.s.kq)
     substitution.run_segment(p, start)
 
 
@@ -156,8 +156,8 @@ def sum_decays(p: Program, segment: jax.Array) -> None:
     """Write this warpgroup's ``lines``: cumulative log decays G and betas of the 64 rows."""
     s, head = p.s, p.h % BLOCK
     line = s.lines.at[p.group]
-    line.at[0][...] = pick(load(s.gates.at[0], WG), head, WG)
-    line.at[1][...] = pick(load(s.gates.at[1], WG), head, WG)
+    for which in (0, 1):
+        line.at[which][...] = pick(load(s.gates.at[which], WG), head, WG)
     plgpu.commit_smem()
     G = _decay_from(p, segment, segment, line.at[0])
     if p.sizes.segments > 1:
@@ -172,21 +172,28 @@ def sum_decays(p: Program, segment: jax.Array) -> None:
 
 def _decay_from(p: Program, segment: jax.Array, source: jax.Array, g: Ref) -> jax.Array:
     """[64]: the log decays that the rows of ``segment`` take from those they see in ``source``."""
-    seen = load(p.inputs.visible.at[p.b, segment, source], WG) > 0
+    seen = load(p.inputs.sees.at[p.b, segment, source], WG) > 0
     decays = along_columns(load(g.at[pl.ds(0, SEGMENT)], COLS), seen.shape)
     return jnp.sum(jnp.where(seen, decays, 0.0), axis=1)
 
 
 def couple(p: Program, segment: jax.Array, source: jax.Array, keys: Ref) -> None:
-    """Write ``coupling``: how the pseudo-values of ``source`` enter the rows of ``segment``."""
-    visible = load(p.inputs.visible.at[p.b, segment, source], WG) > 0
-    row = plgpu.broadcasted_iota(jnp.int32, visible.shape, 0, layout=WG)
-    column = plgpu.broadcasted_iota(jnp.int32, visible.shape, 1, layout=WG)
-    # L is strictly lower; outputs, the rows from 32 on, see their own pseudo-value.
-    visible = visible & ((row != column) | (segment != source))
-    G_keys = p.s.lines.at[p.group, 0] if segment is source else p.s.past.at[p.group, 1, source]
-    tile = tensor_cores.couplings(p, keys, visible, load(G_keys.at[pl.ds(0, SEGMENT)], COLS))
-    p.s.coupling.T[...] = plgpu.layout_cast(tile, plgpu.Layout.WGMMA_TRANSPOSED)
+    """Write how the pseudo-values of ``source`` enter the rows of ``segment``, a line for each.
+
+    Group 0 writes -L for its substitution and group 1 the weights of the outputs.
+    """
+    seen = load(p.inputs.seen.at[p.b, segment, source], WG) > 0
+    key = plgpu.broadcasted_iota(jnp.int32, seen.shape, 0, layout=WG)
+    row = plgpu.broadcasted_iota(jnp.int32, seen.shape, 1, layout=WG)
+    # L is strictly lower; an output reads its own row's pseudo-value too.
+    seen = seen & ((key != row) | (segment != source) | (p.group == 1))
+    G = p.s.lines.at[p.group, 0] if segment is source else p.s.past.at[p.group, 1, source]
+    tile = tensor_cores.couplings(p, keys, seen, load(G, ROWS))
+    for block in range(SEGMENT // BLOCK):
+        start, stop = BLOCK * block, BLOCK * (block + 1)
+        columns = lax.slice(tile, (0, start), (2 * SEGMENT, stop))
+        p.s.coupling.at[p.group, block][...] = columns
+    plgpu.commit_smem()
 
 
 def add_earlier_segments(p: Program, segment: jax.Array) -> None:
@@ -202,10 +209,9 @@ def add_earlier_segments(p: Program, segment: jax.Array) -> None:
             plgpu.barrier_wait(p.s.fetched)
             if p.sizes.staged:
                 tensor_cores.convert(p, p.s.earlier)
-                plgpu.commit_smem()
-            couple(p, segment, source, p.s.earlier)
 
         together(p)
+        couple(p, segment, source, p.s.earlier)
         substitution.add_earlier_segment(p, source)
         together(p)
         return carry

@@ -13,7 +13,6 @@ SEGMENT = 32  # rows of a tree that are solved at a time
 CHANNELS = 128  # value channels of a program, one a thread
 HALF = 64  # rows of R0 that a warpgroup multiplies
 BLOCK = 8  # rows of the substitution that share a register tile
-STRIDE = 2 * SEGMENT + BLOCK  # of the products in SMEM: spreads the channels over the banks
 CHUNK = 32  # columns of R0 that are split and multiplied at a time
 EARLY = 2  # chunks loaded before anything else; more would cost the second program of an SM
 SMEM_LIMIT = 227 * 1024
@@ -94,10 +93,10 @@ def scratch_types(sizes: Sizes) -> dict[str, Any]:
     types: dict[str, Any] = {
         "kq": _operands((sizes.terms, 2 * SEGMENT, width), operand),
         "v": plgpu.SMEM((rows, CHANNELS), sizes.dtype),
-        "gates": plgpu.SMEM((2, 2 * SEGMENT, BLOCK), f32),
+        "gates": _tiled((2, 2 * SEGMENT, BLOCK), f32, BLOCK),
         "lines": plgpu.SMEM((2, 2, 2 * SEGMENT), f32),
-        "products": plgpu.SMEM((CHANNELS, STRIDE), f32),
-        "coupling": plgpu.SMEM((SEGMENT, 2 * SEGMENT), f32),
+        "products": _tiled((CHANNELS, 2 * SEGMENT), f32, BLOCK),
+        "coupling": plgpu.SMEM((2, SEGMENT // BLOCK, 2 * SEGMENT, BLOCK), f32),
         "u": plgpu.SMEM((rows, CHANNELS), f32),
         "loaded": plgpu.Barrier(num_arrivals=7),
         "together": plgpu.Barrier(num_arrivals=2),
@@ -131,8 +130,13 @@ def smem_bytes(sizes: Sizes) -> int:
 
 
 def _operands(shape: tuple[int, ...], dtype: Any) -> Any:
-    """SMEM in the swizzled tiling that wgmma reads, in tiles that a chunk can be cut from."""
+    """SMEM in the tiling that wgmma reads, in tiles that a chunk can be cut from."""
+    return _tiled(shape, dtype, min(shape[-1], CHUNK))
+
+
+def _tiled(shape: tuple[int, ...], dtype: Any, columns: int) -> Any:
+    """SMEM in swizzled tiles of 8 rows, which spread a column over the banks."""
     bits = 8 * jnp.dtype(dtype).itemsize
-    swizzle = plgpu.find_swizzle(min(shape[-1], CHUNK) * bits)
+    swizzle = plgpu.find_swizzle(columns * bits)
     tiling = plgpu.TilingTransform((8, 8 * swizzle // bits))
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))

@@ -20,7 +20,6 @@ CHANNEL_TILE = plgpu.Layout.TCGEN05_TMEM_NATIVE(4)
 PER_CHANNEL = CHANNEL_TILE.reduce(1)
 PER_ROW = CHANNEL_TILE.reduce(0)
 TILE = (CHANNELS, BLOCK)
-READS = SEGMENT // BLOCK  # blocks of ``products`` and ``coupling`` from here on are outputs'
 
 
 def run_segment(p: Program, start: jax.Array) -> None:
@@ -31,10 +30,8 @@ def run_segment(p: Program, start: jax.Array) -> None:
     """
 
     def run_block(block, carry):
-        target = READS * p.group + block
-        add_solved = functools.partial(_add_block, p, target)
-        X = load(_block(p, target), CHANNEL_TILE)
-        X = lax.fori_loop(0, block, add_solved, X)
+        X = load(_columns(p, block), CHANNEL_TILE)
+        X = lax.fori_loop(0, block, functools.partial(_add_block, p, block), X)
         pl.when(p.group == 0)(lambda: _solve_block(p, start, block, X))
         pl.when(p.group == 1)(lambda: _read_block(p, start, block, X))
         return carry
@@ -55,7 +52,7 @@ def _solve_block(p: Program, start: jax.Array, block: jax.Array, X: jax.Array) -
 
 def _read_block(p: Program, start: jax.Array, block: jax.Array, X: jax.Array) -> None:
     plgpu.barrier_wait(p.s.solved.at[block])
-    X = _add_block(p, READS + block, block, X)
+    X = _add_block(p, block, block, X)
     for column in range(BLOCK):
         i = start + BLOCK * block + column
         value = pick(X, column, CHANNEL_TILE)
@@ -72,17 +69,15 @@ def add_earlier_segment(p: Program, segment: jax.Array) -> None:
     """
 
     def update_block(block, carry):
-        target = READS * p.group + block
-
         def add(c, X):
             for column in range(BLOCK):
                 i = BLOCK * c + column
                 row = p.u.at[p.b, SEGMENT * segment + i, p.h, p.channels]
-                X = X + _outer(load(row, PER_CHANNEL), _line(p, i, target))
+                X = X + _outer(load(row, PER_CHANNEL), _line(p, i, block))
             return X
 
-        X = load(_block(p, target), CHANNEL_TILE)
-        _block(p, target)[...] = lax.fori_loop(0, SEGMENT // BLOCK, add, X)
+        X = load(_columns(p, block), CHANNEL_TILE)
+        _columns(p, block)[...] = lax.fori_loop(0, SEGMENT // BLOCK, add, X)
         return carry
 
     lax.fori_loop(0, SEGMENT // BLOCK, update_block, 0)
@@ -105,13 +100,14 @@ def _blocks(p: Program, start: jax.Array) -> jax.Array:
     return (active + BLOCK - 1) // BLOCK
 
 
-def _block(p: Program, block: jax.Array) -> Ref:
-    return p.s.products.at[:, pl.ds(BLOCK * block, BLOCK)]
+def _columns(p: Program, block: jax.Array) -> Ref:
+    """Eight columns of this group's half of ``products``: right sides, or outputs of R0 alone."""
+    return p.s.products.at[:, pl.ds(SEGMENT * p.group + BLOCK * block, BLOCK)]
 
 
 def _line(p: Program, row: jax.Array, block: jax.Array) -> jax.Array:
     """How row ``row``'s pseudo-value enters the eight columns of a block."""
-    return load(p.s.coupling.at[row, pl.ds(BLOCK * block, BLOCK)], PER_ROW)
+    return load(p.s.coupling.at[p.group, block, row], PER_ROW)
 
 
 def _outer(u: jax.Array, line: jax.Array) -> jax.Array:
@@ -119,7 +115,7 @@ def _outer(u: jax.Array, line: jax.Array) -> jax.Array:
 
 
 def _add_block(p: Program, target: jax.Array, block: jax.Array, X: jax.Array) -> jax.Array:
-    """What a solved block's pseudo-values contribute to the columns of block ``target``."""
+    """X, the columns of block ``target``, with what a solved block contributes to them."""
     for column in range(BLOCK):
         i = BLOCK * block + column
         X = X + _outer(load(p.s.u.at[i], PER_CHANNEL), _line(p, i, target))

@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.tiles import COLS, ROWS, WG, Ref, along_columns, along_rows, load, split_bf16
+from pallas_kernels.tiles import COLS, WG, Ref, along_columns, along_rows, load, split_bf16
 from pallas_kernels.wy_solve.path import commit_chunk
 from pallas_kernels.wy_solve.program import Program
 from pallas_kernels.wy_solve.sizes import EARLY, HALF, SEGMENT
@@ -30,32 +30,36 @@ def convert(p: Program, to: Ref) -> None:
             to.at[i][...] = term
 
 
-def couplings(p: Program, keys: Ref, visible: jax.Array, G_keys: jax.Array) -> jax.Array:
-    """[64, 32]: rows 0..31 are -L, rows 32..63 the weights of pseudo-values in the outputs.
+def couplings(p: Program, keys: Ref, seen: jax.Array, G_keys: jax.Array) -> jax.Array:
+    """[64, 32]: how the pseudo-values of keys (rows 0..31) enter this segment's rows (columns).
+
+    For group 0 that is -L, for group 1 the weights in the outputs.
 
     Args:
       keys: [terms, 64, dk] whose first 32 rows are keys, of this segment or of an earlier one.
-      visible: [64, 32] bool, whose pseudo-value enters which row.
-      G_keys: [32] cumulative log decays of the keys.
+      seen: [64, 32] bool, whose pseudo-value enters which row.
+      G_keys: [64] cumulative log decays of the keys.
     """
     pairs = p.sizes.key_pairs or ((0, 0),)
+    rows = pl.ds(SEGMENT * p.group, SEGMENT)  # keys of this segment for L, queries for outputs
     if p.interpreted:
-        gram = sum(_dot(p.s.kq[i], keys[j, :SEGMENT]) for i, j in pairs)
+        gram = sum(_dot(keys[i], p.s.kq[j, rows]) for i, j in pairs)
     else:
 
         def scoped(acc):
             for i, j in pairs:
-                plgpu.wgmma(acc, p.s.kq.at[i], keys.at[j, pl.ds(0, SEGMENT)].T)
+                plgpu.wgmma(acc, keys.at[i], p.s.kq.at[j, rows].T)
             return acc[...]
 
         gram = lax.optimization_barrier(pl.run_scoped(scoped, plgpu.ACC(WIDE, jnp.float32)))
+    own = pl.ds(0, SEGMENT)
+    G, beta = (load(p.s.lines.at[p.group, line, own], COLS) for line in (0, 1))
     # The difference is masked before exp: exp of a positive difference overflows.
-    G, beta = (load(p.s.lines.at[p.group, line], ROWS) for line in (0, 1))
-    difference = along_rows(G, WIDE) - along_columns(G_keys, WIDE)
-    decay = jnp.exp(jnp.where(visible, difference, 0.0))
-    is_key = plgpu.broadcasted_iota(jnp.int32, WIDE, 0, layout=WG) < SEGMENT
-    scale = jnp.where(is_key, -along_rows(beta, WIDE), 1.0)
-    return jnp.where(visible, gram * decay * scale, 0.0)
+    difference = along_columns(G, WIDE) - along_rows(G_keys, WIDE)
+    decay = jnp.exp(jnp.where(seen, difference, 0.0))
+    solves = jnp.where(p.group == 0, 1.0, 0.0)
+    scale = 1.0 - solves - solves * beta  # -beta or 1, exactly: vectors cannot select by a scalar
+    return jnp.where(seen, gram * decay * along_columns(scale, WIDE), 0.0)
 
 
 def early_chunks(p: Program) -> list[jax.Array]:
