@@ -3,4 +3,19 @@
 Each operation is a folder: ``__init__.py`` states the contract and picks an implementation,
 ``reference.py`` is the specification in a few lines of JAX and what runs elsewhere, and
 ``mosaic_gpu.py`` is the kernel. The package sees arrays only and imports nothing of treejax.
+
+Reading order:
+
+    implementation   which implementation runs, and what is refused
+    tiles, update    register layouts; the arithmetic of one node, shared by all native kernels
+    walk             the depth-first program of a tree
+    path_scan        a tree's outputs by the native recurrence, one launch a layer
+    node_scan        the same, keeping the state of every node
+    replay           an accepted path through the native update, all layers in one launch
+    wy_solve         a tree's outputs by a triangular solve; ``wy_commit_solve`` commits first
+    wy_commit        an accepted path from its factors, all layers in one launch
+    tree_conv        the convolution over ancestors with activation, heads, norms and gates
+    bench            ``python -m pallas_kernels.bench``: gate, then medians, floors and peers
+
+Importing this package imports none of them: ``from pallas_kernels.wy_solve import wy_solve``.
 """

@@ -37,12 +37,12 @@ def load(ref: Ref, layout: Any) -> jax.Array:
     return plgpu.load(ref, layout=layout, optimized=False)
 
 
-def along_rows(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
+def along_rows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """A vector with one entry a row, repeated over the columns."""
     return lax.broadcast_in_dim(x, shape, [0])
 
 
-def along_columns(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
+def along_columns(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """A vector with one entry a column, repeated over the rows."""
     return lax.broadcast_in_dim(x, shape, [1])
 

@@ -17,6 +17,7 @@ from flax import struct
 from pallas_kernels.implementation import resolve
 from pallas_kernels.padding import pad_axis, round_up
 from pallas_kernels.tiles import interpreter
+from pallas_kernels.wy_commit.reference import commit
 from pallas_kernels.wy_solve import mosaic_gpu, reference
 from pallas_kernels.wy_solve.sizes import (
     BLOCK,
@@ -155,12 +156,10 @@ def _reference(
     *rows, ancestors, size = operands
     R0 = jnp.take(R, layer, axis=0)
     if previous is not None:
-        from pallas_kernels.wy_commit.reference import commit
-
         R0 = jax.vmap(commit)(R0, previous.k, previous.u, previous.g, previous.length)
         R = R.at[layer].set(R0)
-    solve = functools.partial(reference.solve, precision=precision)
-    out, u = jax.vmap(solve)(R0, *rows, ancestors)
+    solve = jax.vmap(lambda R0, *operands: reference.solve(R0, *operands, precision=precision))
+    out, u = solve(R0, *rows, ancestors)
     active = jnp.arange(out.shape[1])[None, :] < size[:, None]
     return jnp.where(active[:, :, None, None], out, 0.0), u, R
 

@@ -138,5 +138,7 @@ def _tiled(shape: tuple[int, ...], dtype: Any, columns: int) -> Any:
     """SMEM in swizzled tiles of 8 rows, which spread a column over the banks."""
     bits = 8 * jnp.dtype(dtype).itemsize
     swizzle = plgpu.find_swizzle(columns * bits)
-    tiling = plgpu.TilingTransform((8, 8 * swizzle // bits))
-    return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
+    # Abstract to pyright, as jax leaves out one method that only interpretation needs.
+    tiling = plgpu.TilingTransform((8, 8 * swizzle // bits))  # pyright: ignore[reportAbstractUsage]
+    swizzled = plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzled))

@@ -51,7 +51,7 @@ def couplings(p: Program, keys: Ref, seen: jax.Array, G_keys: jax.Array) -> jax.
                 plgpu.wgmma(acc, keys.at[i], p.s.kq.at[j, rows].T)
             return acc[...]
 
-        gram = lax.optimization_barrier(pl.run_scoped(scoped, plgpu.ACC(WIDE, jnp.float32)))
+        gram = lax.optimization_barrier(pl.run_scoped(scoped, accumulator(WIDE)))
     own = pl.ds(0, SEGMENT)
     G, beta = (load(p.s.lines.at[p.group, line, own], COLS) for line in (0, 1))
     # The difference is masked before exp: exp of a positive difference overflows.
@@ -102,11 +102,15 @@ def products(p: Program, early: list[jax.Array], commits: bool) -> jax.Array:
                 plgpu.wgmma_wait(0)
             return acc[...]
 
-        total = lax.optimization_barrier(pl.run_scoped(scoped, plgpu.ACC(SQUARE, jnp.float32)))
+        total = lax.optimization_barrier(pl.run_scoped(scoped, accumulator(SQUARE)))
     G, beta = (load(p.s.lines.at[p.group, line], COLS) for line in (0, 1))
     is_key = plgpu.broadcasted_iota(jnp.int32, SQUARE, 1, layout=WG) < SEGMENT
     factor = along_columns(jnp.exp(G), SQUARE)
     return total * jnp.where(is_key, -along_columns(beta, SQUARE) * factor, factor)
+
+
+def accumulator(shape: tuple[int, int]) -> plgpu.WGMMAAccumulatorRef:
+    return plgpu.WGMMAAccumulatorRef(shape, jnp.float32)
 
 
 def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
