@@ -11,9 +11,10 @@ Reading order:
     walk             the depth-first program of a tree
     path_scan        a tree's outputs by the native recurrence, one launch a layer
     node_scan        the same, keeping the state of every node
-    replay           an accepted path through the native update, all layers in one launch
+    publish          applying paths to all layers in one launch, shared by the next two
+    replay           an accepted path through the native update
+    wy_commit        an accepted path from its factors
     wy_solve         a tree's outputs by a triangular solve; ``wy_commit_solve`` commits first
-    wy_commit        an accepted path from its factors, all layers in one launch
     tree_conv        the convolution over ancestors with activation, heads, norms and gates
     bench            ``python -m pallas_kernels.bench``: gate, then medians, floors and peers
 

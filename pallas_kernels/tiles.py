@@ -15,9 +15,6 @@ WG = plgpu.Layout.WGMMA
 ROWS = WG.reduce(1)
 COLS = WG.reduce(0)
 
-MAX_BARRIERS = 32
-"""Barriers that Mosaic lets one array of them have."""
-
 Ref = Any
 """A memory reference inside a kernel; Pallas has no public type for it."""
 
