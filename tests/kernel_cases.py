@@ -86,9 +86,13 @@ def relative_rms(x, reference):
     return float(np.linalg.norm(x - reference) / np.linalg.norm(reference))
 
 
+def abstract_gpu(kind):
+    """A mesh of one GPU of a kind, not there, to lower for."""
+    rest = ("gpu",) if len(AbstractDevice.__dataclass_fields__) > 2 else ()  # jax 0.12 asks for it
+    return AbstractMesh((1,), ("x",), abstract_device=AbstractDevice(kind, 132, *rest))
+
+
 def lower_for_h200(f, *args):
     """The lowered text of f for an H200 that is not there; bad layouts raise."""
-    rest = ("gpu",) if len(AbstractDevice.__dataclass_fields__) > 2 else ()  # jax 0.12 asks for it
-    device = AbstractDevice("NVIDIA H200", 132, *rest)
-    with use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
+    with use_abstract_mesh(abstract_gpu("NVIDIA H200")):
         return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
