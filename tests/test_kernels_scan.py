@@ -157,6 +157,8 @@ def test_lowers_for_an_h200(scan, batch, dtype):
         (64, (1, 1), (256, 256), jnp.bfloat16),
         (128, (2, 4), (128, 64), jnp.float32),
         (128, (1, 1), (96, 96), jnp.bfloat16),
+        (8, (1, 1), (144, 64), jnp.bfloat16),  # rows widened in pieces that do not fill a vector
+        (128, (1, 1), (200, 64), jnp.bfloat16),  # all of the shared memory
     ],
 )
 def test_odd_shapes_lower_for_an_h200(nodes, heads, dims, dtype):

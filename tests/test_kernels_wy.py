@@ -235,3 +235,6 @@ def test_mistakes_are_named():
         solve(case, precision="fp8")
     with pytest.raises(ValueError, match="'mosaic_gpu': the kernels need a Hopper GPU"):
         solve(case, implementation="mosaic_gpu")
+    mixed = dataclasses.replace(case, v=case.v.astype(jnp.bfloat16))
+    with pytest.raises(ValueError, match="all float32 or all bfloat16, got bfloat16, float32"):
+        solve(mixed, implementation="interpret")

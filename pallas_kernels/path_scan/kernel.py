@@ -12,6 +12,7 @@ asynchronous copies, so that the stores overlap the arithmetic of the next nodes
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -171,7 +172,7 @@ class _Stack(NamedTuple):
 def _widen(narrow: Ref, wide: Ref) -> None:
     """Copy bfloat16 rows to float32, eight rows at a time over all threads."""
     rows, columns = narrow.shape
-    layout = plgpu.Layout.WG_STRIDED((8, columns), vec_size=min(8, columns // 16))
+    layout = plgpu.Layout.WG_STRIDED((8, columns), vec_size=math.gcd(8, columns // 16))
 
     def some(i, _):
         at = pl.ds(8 * i, 8)

@@ -17,6 +17,7 @@ from flax import struct
 from pallas_kernels.implementation import resolve
 from pallas_kernels.padding import pad_axis, round_up
 from pallas_kernels.tiles import interpreter
+from pallas_kernels.update import MAX_DIM, operand_problem
 from pallas_kernels.wy_commit.reference import commit
 from pallas_kernels.wy_solve import mosaic_gpu, reference
 from pallas_kernels.wy_solve.sizes import (
@@ -124,7 +125,7 @@ def _solve(
     if order is not None:
         operands = _reordered(operands, order)
     sizes = _sizes(R, operands, previous, precision)
-    chosen = resolve(implementation, _unsupported(sizes))
+    chosen = resolve(implementation, _unsupported(sizes, R, operands, previous))
     if chosen == "xla":
         out, u, R = _reference(R, layer, previous, operands, precision)
     else:
@@ -182,7 +183,18 @@ def _sizes(
     )
 
 
-def _unsupported(sizes: Sizes) -> str | None:
+def _unsupported(
+    sizes: Sizes, R: jax.Array, operands: tuple[jax.Array, ...], previous: PathFactors | None
+) -> str | None:
+    """Why the kernel cannot take these arguments, or None if it can."""
+    q, k, v = operands[:3]
+    if sizes.value_heads % sizes.key_heads:
+        return f"{sizes.value_heads} value heads do not divide among {sizes.key_heads} key heads"
+    if max(R.shape[3:]) > MAX_DIM:
+        return f"the kernel takes head widths to {MAX_DIM}, got {R.shape[4]} x {R.shape[3]}"
+    problem = operand_problem(R, (q, k, v) if previous is None else (q, k, v, previous.k))
+    if problem is not None:
+        return problem
     needed = smem_bytes(sizes)
     if needed > SMEM_LIMIT:
         return (
