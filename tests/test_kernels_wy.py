@@ -180,6 +180,19 @@ def test_fused_commit_continues_from_the_committed_state(dims, dtype, implementa
     assert not np.any(out[2])
 
 
+@pytest.mark.parametrize("implementation", ["interpret", "xla"])
+def test_inactive_rows_have_no_effect_whatever_they_hold(implementation):
+    case = make_case([random_trees.comb(11), [], [-1]], 16, (1, 1), (16, 64))
+    rows = jnp.arange(16)[None, :] >= case.size[:, None]
+    spoiled = {
+        name: jnp.where(rows.reshape(3, 16, *[1] * (x.ndim - 2)), jnp.nan, x)
+        for name, x in ((n, getattr(case, n)) for n in ("q", "k", "v", "g", "beta"))
+    }
+    out, _ = solve(dataclasses.replace(case, **spoiled), implementation=implementation)
+    np.testing.assert_array_equal(out, solve(case, implementation=implementation)[0])
+    check_outputs(case, out)
+
+
 @pytest.mark.parametrize("precision,bound", [("bf16x3", 3e-5), ("tf32", 2e-3)])
 def test_lower_precisions_stay_within_their_stated_error(precision, bound):
     case = make_case([random_trees.HYDRA27], 32, (1, 1), (32, 64), kind="correlated")

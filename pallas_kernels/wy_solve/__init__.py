@@ -70,7 +70,8 @@ def wy_solve(
         three bfloat16. Value head h uses key head h // (Hv / Hk).
       g, beta: [B, N, Hv] float32 log decay and write strength.
       ancestors: [B, N, N] bool, row i marks i and its ancestors.
-      size: [B] int32 active rows. Outputs of inactive rows are 0; their pseudo-values unspecified.
+      size: [B] int32 active rows. Outputs of inactive rows are 0, whatever they hold; their
+        pseudo-values are unspecified.
       precision: of the matrix products. "ieee" keeps the error of the sequential recurrence,
         "bf16x3" about 1e-5, "tf32" about 1e-3. The substitution is float32 in all of them.
       order: [B, N] int32 rows in a topological order; None if parents come before children.
@@ -154,15 +155,13 @@ def _reference(
     operands: tuple[jax.Array, ...],
     precision: str,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    *rows, ancestors, size = operands
     R0 = jnp.take(R, layer, axis=0)
     if previous is not None:
         R0 = jax.vmap(commit)(R0, previous.k, previous.u, previous.g, previous.length)
         R = R.at[layer].set(R0)
     solve = jax.vmap(lambda R0, *operands: reference.solve(R0, *operands, precision=precision))
-    out, u = solve(R0, *rows, ancestors)
-    active = jnp.arange(out.shape[1])[None, :] < size[:, None]
-    return jnp.where(active[:, :, None, None], out, 0.0), u, R
+    out, u = solve(R0, *operands)
+    return out, u, R
 
 
 def _sizes(

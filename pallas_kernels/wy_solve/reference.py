@@ -24,11 +24,21 @@ def solve(
     g: jax.Array,
     beta: jax.Array,
     ancestors: jax.Array,
+    size: jax.Array,
     precision: str,
 ) -> tuple[jax.Array, jax.Array]:
-    """One sequence: outputs and U, both [N, Hv, dv], from R0 [Hv, dv, dk] and its operands."""
+    """One sequence: outputs and U, both [N, Hv, dv], from R0 [Hv, dv, dk] and its operands.
+
+    Rows at or past ``size`` may hold anything: both results are 0 there.
+    """
     products = PRODUCTS[precision]
-    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+    active = jnp.arange(len(v)) < size
+
+    def only_active(x: jax.Array) -> jax.Array:
+        mask = active.reshape((-1,) + (1,) * (x.ndim - 1))
+        return jnp.where(mask, x, jnp.zeros_like(x)).astype(jnp.float32)
+
+    q, k, v, g, beta = (only_active(x) for x in (q, k, v, g, beta))
     q, k = (jnp.repeat(x, v.shape[1] // x.shape[1], axis=1) for x in (q, k))
     G = jnp.einsum("ij,jh->hi", ancestors.astype(jnp.float32), g, precision=HIGHEST)
     # The difference is masked before exp: exp of a positive difference overflows.
@@ -44,4 +54,4 @@ def solve(
     inner = decay * jnp.einsum("ihk,jhk->hij", q, k, precision=products)
     out = grown * jnp.einsum("ihk,hvk->hiv", q, R0, precision=products)
     out = out + jnp.einsum("hij,hjv->hiv", inner, u, precision=products)
-    return jnp.moveaxis(out, 0, 1), jnp.moveaxis(u, 0, 1)
+    return only_active(jnp.moveaxis(out, 0, 1)), jnp.moveaxis(u, 0, 1)

@@ -44,6 +44,9 @@ def _solve_block(p: Program, start: jax.Array, block: jax.Array, X: jax.Array) -
         i = BLOCK * block + column
         v = load(p.s.v.at[i], PER_CHANNEL).astype(jnp.float32)
         u = pick(X, column, CHANNEL_TILE) + p.s.lines[0, 1, i] * v
+        # An inactive row may hold anything; zero times NaN would reach the active ones.
+        active = lax.broadcast(start + i < p.count, u.shape)
+        u = jnp.where(active, u, jnp.zeros_like(u))
         p.s.u.at[i][...] = u
         p.u.at[p.b, start + i, p.h, p.channels][...] = u
         X = X + _outer(u, _line(p, i, block))
