@@ -37,6 +37,18 @@ def load(ref: Ref, layout: Any) -> jax.Array:
     return plgpu.load(ref, layout=layout, optimized=False)
 
 
+def store(ref: Ref, x: jax.Array) -> None:
+    """Write registers to memory, whatever part of a cache line a row is.
+
+    From jax 0.12 on a plain assignment insists on whole cache lines, and this function exists.
+    """
+    any_part = getattr(plgpu, "store", None)
+    if any_part is None:
+        ref[...] = x
+    else:
+        any_part(ref, x, optimized=False)
+
+
 def along_rows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """A vector with one entry a row, repeated over the columns."""
     return lax.broadcast_in_dim(x, shape, [0])

@@ -22,6 +22,7 @@ from pallas_kernels.tiles import (
     compiler_params,
     interpreter,
     load,
+    store,
 )
 
 NODES = 8
@@ -146,11 +147,11 @@ def tree_conv(
 
                 @pl.when(is_query)
                 def _() -> None:
-                    q_r[sequence, pl.ds(first, step), head] = x
+                    store(q_r.at[sequence, pl.ds(first, step), head], x)
 
                 @pl.when(head >= key_heads)
                 def _() -> None:
-                    k_r[sequence, pl.ds(first, step), head - key_heads] = x
+                    store(k_r.at[sequence, pl.ds(first, step), head - key_heads], x)
 
                 return places(i + 1)
 
@@ -167,14 +168,14 @@ def tree_conv(
                 place = (sequence, pl.ds(chunk(i), step), value)
                 values = _gates(place, row_layout(step).reduce(0), value, *gates_r)
                 for ref, x in zip(decays_r, values, strict=True):
-                    ref[place] = x
+                    store(ref.at[place], x)
 
             lax.fori_loop(0, chunks, gates, None)
             plgpu.barrier_wait(barrier)
 
             def one(i: Any, read: list[list[jax.Array]]) -> list[list[jax.Array]]:
                 x = activated(read, window, weights, layout)
-                v_r[sequence, pl.ds(chunk(i), step), value] = x
+                store(v_r.at[sequence, pl.ds(chunk(i), step), value], x)
                 return places(i + 1)
 
             lax.fori_loop(0, chunks, one, read)
