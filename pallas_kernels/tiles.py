@@ -32,6 +32,19 @@ def interpreter(chosen: str) -> plgpu.InterpretGPUParams | None:
     return plgpu.InterpretGPUParams() if chosen == "interpret" else None
 
 
+def swizzled(shape: tuple[int, ...], dtype: Any, columns: int) -> Any:
+    """SMEM in tiles of 8 rows by (at most) ``columns``, swizzled over the banks.
+
+    Bulk copies and wgmma understand the form, and a slice of whole tiles can be cut from it.
+    """
+    bits = 8 * jnp.dtype(dtype).itemsize
+    swizzle = plgpu.find_swizzle(columns * bits)
+    # Abstract to pyright, as jax leaves out one method that only interpretation needs.
+    tiling = plgpu.TilingTransform((8, 8 * swizzle // bits))  # pyright: ignore[reportAbstractUsage]
+    swizzling = plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzling))
+
+
 def load(ref: Ref, layout: Any) -> jax.Array:
     """Read a tile or vector into registers in the given layout."""
     return plgpu.load(ref, layout=layout, optimized=False)

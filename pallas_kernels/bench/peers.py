@@ -76,7 +76,7 @@ def make_peers(case: Case, truth: Truth) -> list[Peer]:
     for plan in plans:
         try:
             peers.append(_capture(torch, plan, len(case.layers)))
-        except Exception as error:
+        except Exception as error:  # one peer that fails must not cost the others their rows
             say(f"{plan.name} left out: {one_line(error)}")
     return peers
 

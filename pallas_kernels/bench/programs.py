@@ -82,21 +82,8 @@ def walk_of(case: Case) -> Any:
 _plan = jax.jit(plan)
 
 
-def _path_scan(case: Case) -> tuple[Callable, Any]:
-    call = jax.jit(partial(path_scan, implementation=case.settings.implementation))
-
-    def step(pool, operands):
-        layers, walk = operands
-        return tuple(
-            call(pool, jnp.int32(i), x.q, x.k, x.v, x.alpha, x.beta, walk)
-            for i, x in enumerate(layers)
-        ), None
-
-    return step, (case.layers, walk_of(case))
-
-
-def _node_scan(case: Case) -> tuple[Callable, Any]:
-    call = jax.jit(partial(node_scan, implementation=case.settings.implementation))
+def _tree_scan(scan: Callable, case: Case) -> tuple[Callable, Any]:
+    call = jax.jit(partial(scan, implementation=case.settings.implementation))
 
     def step(pool, operands):
         layers, walk = operands
@@ -162,7 +149,7 @@ def _path_factors(factors: Factors, length: jax.Array) -> PathFactors:
 
 
 def _path_scan_replay(case: Case) -> tuple[Callable, Any]:
-    return _verify_and_publish(_path_scan(case), _replay(case))
+    return _verify_and_publish(_tree_scan(path_scan, case), _replay(case))
 
 
 def _wy_solve_replay(case: Case) -> tuple[Callable, Any]:
@@ -230,8 +217,8 @@ def _tree_conv(case: Case) -> tuple[Callable, Any]:
 
 
 _BUILDERS: dict[str, tuple[Callable[[Case], tuple[Callable, Any]], str | None, str | None]] = {
-    "path_scan": (_path_scan, "tree", None),
-    "node_scan": (_node_scan, "nodes", None),
+    "path_scan": (partial(_tree_scan, path_scan), "tree", None),
+    "node_scan": (partial(_tree_scan, node_scan), "nodes", None),
     "wy_solve": (_wy_solve, "tree", None),
     "replay": (_replay, None, "path"),
     "wy_commit": (_wy_commit, None, "factors"),

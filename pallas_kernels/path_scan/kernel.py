@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.path_scan import memory
 from pallas_kernels.path_scan.memory import GROUP, TILE
-from pallas_kernels.tiles import COLS, ROWS, WG, Ref, compiler_params, interpreter, load
+from pallas_kernels.tiles import COLS, ROWS, WG, Ref, compiler_params, interpreter, load, swizzled
 from pallas_kernels.update import advance, read
 from pallas_kernels.walk import Walk, slots
 
@@ -122,7 +122,7 @@ def tree_scan(
 
     scratch: dict[str, Any] = {name: plgpu.SMEM(*array) for name, array in plan.arrays.items()}
     if export:
-        scratch["ring"] = _swizzled(*plan.arrays["ring"])
+        scratch["ring"] = swizzled(*plan.arrays["ring"], columns=key_dim)
     scratch["barrier"] = plgpu.Barrier(num_arrivals=8)
     kernel = plgpu.kernel(
         body,
@@ -156,7 +156,10 @@ class _Stack(NamedTuple):
         """The state in ``slot``, or R where slot is -1."""
         for ref, low, high in self._slots():
             inside = (slot >= low) & (slot < high)
-            fetch = lambda R, ref=ref, low=low: load(ref.at[slot - low], WG)  # noqa: E731
+
+            def fetch(_, ref=ref, low=low):
+                return load(ref.at[slot - low], WG)
+
             R = lax.cond(inside, fetch, lambda R: R, R)
         return R
 
@@ -188,11 +191,3 @@ def _export(buffer: Ref, target: Ref, R: jax.Array) -> None:
     buffer[...] = R
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(buffer, target)
-
-
-def _swizzled(shape: tuple[int, ...], dtype: jnp.dtype) -> Ref:
-    """Float32 tiles whose rows fall into different banks, in a form that copies understand."""
-    swizzle = plgpu.find_swizzle(shape[-1] * 32)
-    tiling = plgpu.TilingTransform((8, swizzle // 4))  # pyright: ignore[reportAbstractUsage]
-    swizzling = plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
-    return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzling))

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.padding import round_up
+from pallas_kernels.tiles import swizzled
 
 SEGMENT = 32  # rows of a tree that are solved at a time
 CHANNELS = 128  # value channels of a program, one a thread
@@ -93,9 +94,9 @@ def scratch_types(sizes: Sizes) -> dict[str, Any]:
     types: dict[str, Any] = {
         "kq": _operands((sizes.terms, 2 * SEGMENT, width), operand),
         "v": plgpu.SMEM((rows, CHANNELS), sizes.dtype),
-        "gates": _tiled((2, 2 * SEGMENT, BLOCK), f32, BLOCK),
+        "gates": swizzled((2, 2 * SEGMENT, BLOCK), f32, BLOCK),
         "lines": plgpu.SMEM((2, 2, 2 * SEGMENT), f32),
-        "products": _tiled((CHANNELS, 2 * SEGMENT), f32, BLOCK),
+        "products": swizzled((CHANNELS, 2 * SEGMENT), f32, BLOCK),
         "coupling": plgpu.SMEM((2, SEGMENT // BLOCK, 2 * SEGMENT, BLOCK), f32),
         "u": plgpu.SMEM((rows, CHANNELS), f32),
         "loaded": plgpu.Barrier(num_arrivals=7),
@@ -131,14 +132,4 @@ def smem_bytes(sizes: Sizes) -> int:
 
 def _operands(shape: tuple[int, ...], dtype: Any) -> Any:
     """SMEM in the tiling that wgmma reads, in tiles that a chunk can be cut from."""
-    return _tiled(shape, dtype, min(shape[-1], CHUNK))
-
-
-def _tiled(shape: tuple[int, ...], dtype: Any, columns: int) -> Any:
-    """SMEM in swizzled tiles of 8 rows, which spread a column over the banks."""
-    bits = 8 * jnp.dtype(dtype).itemsize
-    swizzle = plgpu.find_swizzle(columns * bits)
-    # Abstract to pyright, as jax leaves out one method that only interpretation needs.
-    tiling = plgpu.TilingTransform((8, 8 * swizzle // bits))  # pyright: ignore[reportAbstractUsage]
-    swizzled = plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
-    return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzled))
+    return swizzled(shape, dtype, min(shape[-1], CHUNK))
