@@ -80,6 +80,24 @@ def expected(case, b):
     return oracle.delta_rule_tree(R0, case.trees[b], *rows)
 
 
+def ancestors_of(case):
+    """[B, N, N] bool, row i marks itself and its ancestors; inactive rows mark nothing."""
+    seen = np.zeros((*case.parent.shape, case.parent.shape[1]), bool)
+    for b, tree in enumerate(case.trees):
+        for node in range(len(tree)):
+            seen[b, node, oracle.path_to(tree, node)] = True
+    return jnp.asarray(seen)
+
+
+def order_of(case):
+    """[B, N]: a topological order of every tree's rows, inactive rows last."""
+    rows = []
+    for tree in case.trees:
+        order = list(oracle.parents_first(tree)) if tree else []
+        rows.append(order + [i for i in range(case.parent.shape[1]) if i not in order])
+    return jnp.asarray(rows, jnp.int32)
+
+
 def relative_rms(x, reference):
     """RMS error over RMS of the reference."""
     x, reference = np.asarray(x, np.float64), np.asarray(reference, np.float64)

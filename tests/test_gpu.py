@@ -12,7 +12,7 @@ import oracle
 import pytest
 import random_trees
 from compiling import compilations
-from kernel_cases import expected, make_case, relative_rms
+from kernel_cases import ancestors_of, expected, make_case, order_of, relative_rms
 
 import treejax
 from pallas_kernels.implementation import device_problem
@@ -44,18 +44,6 @@ def big_case(kind, dtype):
     return make_case(trees, ROWS, HEADS, DIMS, jnp.dtype(dtype), kind=kind)
 
 
-def in_order(case):
-    """(ancestors [B, N, N], a topological order [B, N])."""
-    seen = np.zeros((*case.parent.shape, ROWS), bool)
-    orders = []
-    for b, tree in enumerate(case.trees):
-        for node in range(len(tree)):
-            seen[b, node, oracle.path_to(tree, node)] = True
-        order = list(oracle.parents_first(tree)) if tree else []
-        orders.append(order + [row for row in range(ROWS) if row not in order])
-    return jnp.asarray(seen), jnp.asarray(orders, jnp.int32)
-
-
 def paths_to_deepest(case):
     """(nodes [B, P], length [B], the deepest node of each tree)."""
     nodes, length, last = np.full((len(case.trees), ROWS), -1, np.int32), [], []
@@ -82,13 +70,12 @@ def test_kernels_give_the_recurrence(kind, dtype):
     case = big_case(kind, dtype)
     rows = case.q, case.k, case.v
     walk, layer = plan(case.parent, case.size), jnp.int32(case.layer)
-    ancestors, order = in_order(case)
     nodes, length, last = paths_to_deepest(case)
     gates = case.alpha, case.beta
     out = {"path_scan": scan(case.R, layer, *rows, *gates, walk, **ON_GPU)}
     out["node_scan"], states = scan_all(case.R, layer, *rows, *gates, walk, **ON_GPU)
-    decays = case.g, case.beta, ancestors, case.size
-    out["wy_solve"], u = solve(case.R, layer, *rows, *decays, order=order, **ON_GPU)
+    decays = case.g, case.beta, ancestors_of(case), case.size
+    out["wy_solve"], u = solve(case.R, layer, *rows, *decays, order=order_of(case), **ON_GPU)
     native = layered(case, "k", "v", "alpha", "beta")
     after = {"replay": commit_native(case.R, *native, nodes, length, **ON_GPU)}
     k, g = layered(case, "k", "g")

@@ -11,7 +11,7 @@ import oracle
 import pytest
 from random_trees import HYDRA27
 
-from pallas_kernels.bench import gate, kernels, peers, programs, run, state_error, timing
+from pallas_kernels.bench import gate, kernels, programs, run, state_error, timing
 from pallas_kernels.bench.__main__ import main
 from pallas_kernels.bench.cases import base_count, conv_rows, make_case
 from pallas_kernels.bench.gate import Error, Meter, Verdict
@@ -19,7 +19,6 @@ from pallas_kernels.bench.guard import MISTAKE, RED, run_command
 from pallas_kernels.bench.report import Report, Row
 from pallas_kernels.bench.settings import OPERATIONS, parse
 from pallas_kernels.bench.timing import Summary, Timed, choose_calls, measure_rounds
-from pallas_kernels.bench.traffic import Sizes, floor_bytes, sizes_of
 from pallas_kernels.bench.trees import NAMES, make_tree
 from pallas_kernels.bench.truth import committed, recurrence
 
@@ -205,37 +204,6 @@ def test_convolution_rows_reach_into_the_history():
     assert rows[11].tolist() == [3, 4, 7, 14]  # 0, 1, 4, 11: as long as the window
 
 
-# Floors.
-
-
-def test_floors_by_hand():
-    sizes = Sizes(layers=2, batch=3, nodes=4, capacity=8, path=2, key_heads=1, value_heads=2,
-                  key_dim=16, value_dim=8, item=2)  # fmt: skip
-    states = 6 * 2 * 8 * 16 * 4
-    scan = states + 6 * (4 * (2 * 16 * 2 + 16 * 2 + 2 * 2 * 4) + 8 * 16 * 4)
-    replay = 2 * states + 6 * 2 * (16 * 2 + 16 * 2 + 2 * 2 * 4)
-    commit = 2 * states + 6 * 2 * (16 * 2 + 16 * 4 + 2 * 4)
-    solve = scan + 6 * 4 * 16 * 4
-    assert floor_bytes("path_scan", sizes) == scan
-    assert floor_bytes("replay", sizes) == replay
-    assert floor_bytes("wy_commit", sizes) == commit
-    assert floor_bytes("wy_solve", sizes) == solve
-    assert floor_bytes("node_scan", sizes) == scan + 4 * states
-    assert floor_bytes("wy_commit_solve", sizes) == solve + commit - states
-    assert floor_bytes("path_scan+replay", sizes) == scan + replay
-    assert floor_bytes("chain", sizes) == scan + states
-    conv = 2 * 48 * (2 * (3 * 7 + 4) + 4 * 12) + 6 * 4 * 2 * (2 * 2 + 3 * 4)
-    assert floor_bytes("tree_conv", sizes) == conv
-
-
-def test_floors_of_the_27b_model_on_an_h200():
-    """All states are 151 MB; verify and publish floors at 4.24 TB/s are .05 and .073 ms."""
-    sizes = sizes_of(parse([]), 1, make_tree("hydra27"), 48)
-    assert sizes.states == 48 * 48 * 128 * 128 * 4 == 150_994_944
-    assert 1e3 * floor_bytes("path_scan", sizes) / 4.24e12 == pytest.approx(0.054, rel=0.1)
-    assert 1e3 * floor_bytes("replay", sizes) / 4.24e12 == pytest.approx(0.073, rel=0.02)
-
-
 # Timing and reporting.
 
 
@@ -347,53 +315,6 @@ def test_a_mistake_is_one_line(arguments, message, capsys):
 
 
 # Peers. Their kernels need a GPU; what they are given, and how they are checked, does not.
-
-
-class FakeFLA:
-    """The calls that are made of FLA, in plain PyTorch: [B, T, heads, width], states [V, K]."""
-
-    def __init__(self, torch):
-        self.torch = torch
-        self.chunk_gated_delta_rule = self.fused_recurrent_gated_delta_rule
-
-    def fused_recurrent_gated_delta_rule(
-        self, q, k, v, g, beta, scale, initial_state, state_v_first,
-        output_final_state=False, cu_seqlens=None,
-    ):  # fmt: skip
-        assert scale == 1.0 and state_v_first
-        bounds = [0, q.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
-        out, final = self.torch.zeros(v.shape), initial_state.clone()
-        for sequence in range(len(final)):
-            row, start = (sequence, 0) if cu_seqlens is None else (0, bounds[sequence])
-            end = bounds[1] if cu_seqlens is None else bounds[sequence + 1]
-            for t in range(start, end):
-                ratio = v.shape[2] // k.shape[2]
-                key, query = (x[row, t].float().repeat_interleave(ratio, 0) for x in (k, q))
-                state = final[sequence] * g[row, t].exp()[:, None, None]
-                u = beta[row, t][:, None] * (v[row, t].float() - (state * key[:, None]).sum(-1))
-                final[sequence] = state + u[:, :, None] * key[:, None]
-                out[row, t] = (final[sequence] * query[:, None]).sum(-1)
-        return out, final if output_final_state else None
-
-
-def test_peers_are_given_the_same_work():
-    torch = pytest.importorskip("torch")
-    case = make_case(tiny(), 2, make_tree("hydra27"), 2, "realistic")
-    truth = run.Truth(case)
-    plans = [peers.loop_plan(torch, case, truth)]
-    plans += peers.fla_plans(torch, FakeFLA(torch), case, truth)
-    assert {peers.PER_PATH, peers.PUBLISH, peers.BOTH} < {plan.name for plan in plans}
-    for plan in plans:
-        meter = Meter()
-        plan.check(plan.run(), meter)
-        assert meter.errors() and all(e.rms < 1e-6 for e in meter.errors().values()), plan.name
-
-
-def test_missing_peers_cost_one_line(case, monkeypatch, capsys):
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
-    assert peers.make_peers(case, run.Truth(case)) == []
-    shown = capsys.readouterr().err
-    assert shown.count("\n") == 1 and "pip install torch flash-linear-attention" in shown
 
 
 # What a device adds.

@@ -11,7 +11,7 @@ import pytest
 import random_trees
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from kernel_cases import expected, lower_for_h200, make_case, relative_rms
+from kernel_cases import ancestors_of, expected, lower_for_h200, make_case, relative_rms
 
 from pallas_kernels.node_scan import node_scan
 from pallas_kernels.path_scan import path_scan
@@ -24,14 +24,6 @@ from pallas_kernels.wy_solve import wy_solve
 
 TREE = [-1, 0, 0, 1, 1, 3, 2]
 ERROR = 5e-7  # of a float32 recurrence over a few nodes
-
-
-def ancestors_of(case):
-    seen = np.zeros((*case.parent.shape, case.parent.shape[1]), bool)
-    for b, tree in enumerate(case.trees):
-        for node in range(len(tree)):
-            seen[b, node, oracle.path_to(tree, node)] = True
-    return jnp.asarray(seen)
 
 
 def scan(case, scan=path_scan):

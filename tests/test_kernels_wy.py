@@ -14,7 +14,14 @@ import numpy as np
 import oracle
 import pytest
 import random_trees
-from kernel_cases import expected, lower_for_h200, make_case, relative_rms
+from kernel_cases import (
+    ancestors_of,
+    expected,
+    lower_for_h200,
+    make_case,
+    order_of,
+    relative_rms,
+)
 
 from pallas_kernels.bench.operands import Operands
 from pallas_kernels.wy_commit import wy_commit
@@ -22,24 +29,6 @@ from pallas_kernels.wy_solve import PathFactors, wy_commit_solve, wy_solve
 
 IEEE = 3e-7
 RNG = np.random.default_rng(5)
-
-
-def ancestors_of(case):
-    """[B, N, N] bool, row i marks itself and its ancestors; inactive rows mark nothing."""
-    seen = np.zeros((*case.parent.shape, case.parent.shape[1]), bool)
-    for b, tree in enumerate(case.trees):
-        for node in range(len(tree)):
-            seen[b, node, oracle.path_to(tree, node)] = True
-    return jnp.asarray(seen)
-
-
-def order_of(case):
-    """A topological order of every tree's rows, inactive rows last."""
-    rows = []
-    for tree in case.trees:
-        order = list(oracle.parents_first(tree)) if tree else []
-        rows.append(order + [i for i in range(case.parent.shape[1]) if i not in order])
-    return jnp.asarray(rows, jnp.int32)
 
 
 def solve(case, precision="ieee", implementation="interpret"):
