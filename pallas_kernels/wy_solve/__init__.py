@@ -13,6 +13,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax import lax
 
 from pallas_kernels.implementation import resolve
 from pallas_kernels.padding import pad_axis, round_up
@@ -219,12 +220,10 @@ def _kernel(
     if (sizes.value_dim, sizes.key_dim) != (value_dim, key_dim):
         pool, index = jnp.take(R, layer, axis=0)[None], jnp.int32(0)
         pool = pad_axis(pad_axis(pool, 3, sizes.value_dim), 4, sizes.key_dim)
-    sees, seen = _by_segments(sizes, ancestors)
     arrays = {
         "layer": index.astype(jnp.int32).reshape(1),
         "count": size,
-        "sees": sees,
-        "seen": seen,
+        "seen": _seen_bits(sizes, ancestors),
         "q": pad_axis(pad_axis(q, 3, sizes.key_dim), 1, sizes.rows),
         "k": pad_axis(pad_axis(k, 3, sizes.key_dim), 1, sizes.rows),
         "v": pad_axis(pad_axis(v, 3, channels), 1, sizes.rows),
@@ -258,10 +257,12 @@ def _call(
     return out, u, jax.freeze(shared)
 
 
-def _by_segments(sizes: Sizes, ancestors: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """``sees`` and ``seen`` of ``mosaic_gpu.solve``."""
+def _seen_bits(sizes: Sizes, ancestors: jax.Array) -> jax.Array:
+    """``seen`` of ``mosaic_gpu.solve``."""
     count, side = sizes.segments, sizes.segments * SEGMENT
-    sees = pad_axis(pad_axis(ancestors, 1, side), 2, side).astype(jnp.float32)
-    sees = jnp.moveaxis(sees.reshape(sizes.batch, count, SEGMENT, count, SEGMENT), 3, 2)
-    seen = jnp.swapaxes(sees, 3, 4)
-    return jnp.concatenate([sees, sees], axis=3), jnp.concatenate([seen, seen], axis=3)
+    sees = pad_axis(pad_axis(ancestors, 1, side), 2, side)
+    sees = sees.reshape(sizes.batch, count, SEGMENT, count, SEGMENT)
+    bit = jnp.left_shift(jnp.uint32(1), lax.broadcasted_iota(jnp.uint32, sees.shape, 4))
+    bits = jnp.where(sees, bit, 0).sum(axis=4, dtype=jnp.uint32)
+    bits = jnp.moveaxis(lax.bitcast_convert_type(bits, jnp.int32), 3, 2)
+    return jnp.concatenate([bits, bits], axis=3)

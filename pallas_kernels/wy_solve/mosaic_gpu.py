@@ -18,13 +18,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import tiles
-from pallas_kernels.tiles import COLS, ROWS, WG, Ref, along_columns, load
+from pallas_kernels.tiles import COLS, ROWS, WG, Ref, along_columns, along_rows, load
 from pallas_kernels.wy_solve import substitution, tensor_cores
 from pallas_kernels.wy_solve.path import stage_path
 from pallas_kernels.wy_solve.program import Program, pick, together
 from pallas_kernels.wy_solve.sizes import BLOCK, CHANNELS, HALF, SEGMENT, Sizes, scratch_types
 
-INPUTS = ("layer", "count", "sees", "seen", "q", "k", "v", "g", "beta")
+INPUTS = ("layer", "count", "seen", "q", "k", "v", "g", "beta")
 PATH = ("path_k", "path_u", "path_g", "path_length")
 
 
@@ -34,10 +34,10 @@ def solve(
     """Outputs and U, both [B, N, Hv, dv] float32; dv is that of the padded ``v``.
 
     Args:
-      arrays: ``INPUTS``, and ``PATH`` if ``sizes.path``: layer [1], count [B]; sees and seen
-        [B, S, S, 64, 32] float32, by segments which ancestors (columns) a row sees and which rows
-        (columns) see an ancestor, the first axis of both the row's segment and rows repeated; q,
-        k, v as in the contract; g and beta [B, N, 8 n]; the path's factors, padded alike.
+      arrays: ``INPUTS``, and ``PATH`` if ``sizes.path``: layer [1], count [B]; seen
+        [B, S, S, 64] int32, bit j tells whether a row of the first segment, each given twice, is
+        or descends from row j of the second; q, k, v as in the contract; g and beta [B, N, 8 n];
+        the path's factors, padded alike.
       R: the pool, an array, or a mutable reference if a path is committed first.
     """
     names = (*INPUTS, *(PATH if sizes.path else ()))
@@ -48,6 +48,8 @@ def solve(
         inputs = SimpleNamespace(**dict(zip(names, refs, strict=False)), R=refs[len(names)])
         b, h = lax.axis_index("b"), lax.axis_index("h")
         out, u = refs[len(names) + 1 :]
+        state, (products, pseudo_values) = scratch.pop("shared")
+        shared = {"state": state, "products": products, "u": pseudo_values}
         run(
             Program(
                 sizes=sizes,
@@ -57,7 +59,7 @@ def solve(
                 h=h,
                 tile=lax.axis_index("tile"),
                 count=inputs.count[b],
-                s=SimpleNamespace(**scratch),
+                s=SimpleNamespace(**scratch, **shared),
                 inputs=inputs,
                 out=out,
                 u=u,
@@ -105,7 +107,7 @@ def run(p: Program) -> None:
 
 
 def run_segment(p: Program, segment: jax.Array, first: bool) -> None:
-    """Solve 32 rows of the tree: products, couplings to all rows before, substitution, outputs.
+    """Solve 32 rows of the tree: couplings to all rows before, products, substitution, outputs.
 
     ``first`` is for a segment that has none before it: it couples while the state arrives.
     """
@@ -114,26 +116,28 @@ def run_segment(p: Program, segment: jax.Array, first: bool) -> None:
 
     @pl.when(p.group == 0)
     def _():
+        stage_rows(p, start)
         if commits:
             stage_path(p)
-        stage_rows(p, start)
 
-    early = tensor_cores.early_chunks(p)
+    tensor_cores.fetch_state(p)
+    seen = load(p.inputs.seen.at[p.b, segment, segment], ROWS)
     plgpu.barrier_wait(p.s.loaded)
     if p.sizes.staged:
-        pl.when(p.group == 1)(lambda: tensor_cores.convert(p, p.s.kq))
+        tensor_cores.convert(p, p.s.kq)
         together(p)
-    sum_decays(p, segment)
+    sum_decays(p, segment, seen)
     if first:
-        couple(p, segment, segment, p.s.kq)
-    if commits:
-        plgpu.barrier_wait(p.s.path_loaded)
+        couple(p, segment, segment, seen, p.s.kq)
+    products = tensor_cores.products(p, commits)
+    together(p)  # the products take the place of the state
     mine = p.s.products.at[pl.ds(HALF * p.group, HALF), pl.ds(0, 2 * SEGMENT)]
-    mine[...] = tensor_cores.products(p, early, commits)
+    mine[...] = products
     together(p)
     if not first:
         add_earlier_segments(p, segment)
-        couple(p, segment, segment, p.s.kq)
+        couple(p, segment, segment, seen, p.s.kq)
+        together(p)
     substitution.run_segment(p, start)
 
 
@@ -152,48 +156,56 @@ def stage_rows(p: Program, start: jax.Array) -> None:
             plgpu.copy_gmem_to_smem(gate.at[p.b, here, eight], target, s.loaded)
 
 
-def sum_decays(p: Program, segment: jax.Array) -> None:
+def sum_decays(p: Program, segment: jax.Array, seen: jax.Array) -> None:
     """Write this warpgroup's ``lines``: cumulative log decays G and betas of the 64 rows."""
     s, head = p.s, p.h % BLOCK
     line = s.lines.at[p.group]
     for which in (0, 1):
         line.at[which][...] = pick(load(s.gates.at[which], WG), head, WG)
     plgpu.commit_smem()
-    G = _decay_from(p, segment, segment, line.at[0])
+    G = _decay_from(seen, line.at[0])
     if p.sizes.segments > 1:
         past = s.past.at[p.group]
         past.at[0, segment][...] = load(line.at[0], ROWS)
-        G = lax.fori_loop(0, segment, lambda c, G: G + _decay_from(p, segment, c, past.at[0, c]), G)
+
+        def add(source, G):
+            bits = load(p.inputs.seen.at[p.b, segment, source], ROWS)
+            return G + _decay_from(bits, past.at[0, source])
+
+        G = lax.fori_loop(0, segment, add, G)
         past.at[1, segment][...] = G
     plgpu.commit_smem()
     line.at[0][...] = G
     plgpu.commit_smem()
 
 
-def _decay_from(p: Program, segment: jax.Array, source: jax.Array, g: Ref) -> jax.Array:
-    """[64]: the log decays that the rows of ``segment`` take from those they see in ``source``."""
-    seen = load(p.inputs.sees.at[p.b, segment, source], WG) > 0
-    decays = along_columns(load(g.at[pl.ds(0, SEGMENT)], COLS), seen.shape)
-    return jnp.sum(jnp.where(seen, decays, 0.0), axis=1)
+def _decay_from(seen: jax.Array, g: Ref) -> jax.Array:
+    """[64]: the log decays that rows take from those of the 32 that they see."""
+    shape = (2 * SEGMENT, SEGMENT)
+    decays = along_columns(load(g.at[pl.ds(0, SEGMENT)], COLS), shape)
+    return jnp.sum(jnp.where(_sees(seen, shape, 0), decays, 0.0), axis=1)
 
 
-def couple(p: Program, segment: jax.Array, source: jax.Array, keys: Ref) -> None:
-    """Write how the pseudo-values of ``source`` enter the rows of ``segment``, a line for each.
+def _sees(seen: jax.Array, shape: tuple[int, int], first: Any) -> jax.Array:
+    """Bits of ``seen`` [64] from the first on, as bool [64, n]."""
+    bit = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WG) + first
+    return lax.shift_right_logical(along_rows(seen, shape), bit) & 1 != 0
 
-    Group 0 writes -L for its substitution and group 1 the weights of the outputs.
+
+def couple(p: Program, segment: jax.Array, source: jax.Array, seen: jax.Array, keys: Ref) -> None:
+    """Write how pseudo-values of ``source`` enter the rows of ``segment``, a line of SMEM for each.
+
+    Each warpgroup takes half of the keys; both must have arrived before a line is read.
     """
-    seen = load(p.inputs.seen.at[p.b, segment, source], WG) > 0
-    key = plgpu.broadcasted_iota(jnp.int32, seen.shape, 0, layout=WG)
-    row = plgpu.broadcasted_iota(jnp.int32, seen.shape, 1, layout=WG)
+    shape, first = tensor_cores.COUPLING, tensor_cores.KEYS * p.group
+    row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=WG)
+    key = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WG) + first
     # L is strictly lower; an output reads its own row's pseudo-value too.
-    seen = seen & ((key != row) | (segment != source) | (p.group == 1))
+    enters = _sees(seen, shape, first) & ((key != row) | (segment != source))
     G = p.s.lines.at[p.group, 0] if segment is source else p.s.past.at[p.group, 1, source]
-    tile = tensor_cores.couplings(p, keys, seen, load(G, ROWS))
-    for block in range(SEGMENT // BLOCK):
-        start, stop = BLOCK * block, BLOCK * (block + 1)
-        columns = lax.slice(tile, (0, start), (2 * SEGMENT, stop))
-        p.s.coupling.at[p.group, block][...] = columns
-    plgpu.commit_smem()
+    mine = pl.ds(first, tensor_cores.KEYS)
+    tile = tensor_cores.couplings(p, keys, enters, load(G.at[mine], COLS))
+    p.s.coupling.at[mine].T[...] = plgpu.layout_cast(tile, plgpu.Layout.WGMMA_TRANSPOSED)
 
 
 def add_earlier_segments(p: Program, segment: jax.Array) -> None:
@@ -207,11 +219,14 @@ def add_earlier_segments(p: Program, segment: jax.Array) -> None:
             fetch = p.inputs.k.at[p.b, rows, p.key_head], keys.at[pl.ds(0, SEGMENT)]
             plgpu.copy_gmem_to_smem(*fetch, p.s.fetched)
             plgpu.barrier_wait(p.s.fetched)
-            if p.sizes.staged:
-                tensor_cores.convert(p, p.s.earlier)
 
         together(p)
-        couple(p, segment, source, p.s.earlier)
+        if p.sizes.staged:
+            tensor_cores.convert(p, p.s.earlier)
+            together(p)
+        seen = load(p.inputs.seen.at[p.b, segment, source], ROWS)
+        couple(p, segment, source, seen, p.s.earlier)
+        together(p)
         substitution.add_earlier_segment(p, source)
         together(p)
         return carry

@@ -22,7 +22,7 @@ class Program:
       group: 0 solves, 1 reads; both multiply.
       b, h, tile: sequence, value head and tile of 128 value channels.
       count: active rows of the tree.
-      s: SMEM by the names of ``sizes.scratch_types``.
+      s: SMEM by the names of ``sizes.scratch_types``, with the shared part taken apart.
       inputs: GMEM references by name.
       out, u: [B, N, Hv, dv] outputs and pseudo-values in GMEM.
     """
@@ -47,15 +47,27 @@ class Program:
     def channels(self) -> Any:
         return pl.ds(self.tile * CHANNELS, CHANNELS)
 
-    @property
-    def state(self) -> Ref:
-        """The 64 rows of the state that this warpgroup multiplies.
+    def columns(self, chunk: Any) -> Any:
+        """The columns of a chunk of keys, queries or states."""
+        return pl.ds(self.sizes.chunk * chunk, self.sizes.chunk)
+
+    def state(self, chunk: Any) -> Ref:
+        """A chunk of columns of the 64 rows of the state that this warpgroup multiplies.
 
         Past the last value row (dv = 64) the last rows are read again; nobody uses the result.
         """
         last = self.sizes.value_dim - HALF
         first = jnp.minimum(self.tile * CHANNELS + self.group * HALF, last)
-        return self.inputs.R.at[self.inputs.layer[0], self.b, self.h, pl.ds(first, HALF)]
+        rows, columns = pl.ds(first, HALF), self.columns(chunk)
+        return self.inputs.R.at[self.inputs.layer[0], self.b, self.h, rows, columns]
+
+    def slot(self, chunk: Any) -> Ref:
+        """Where that chunk lies in SMEM."""
+        return self.s.state.at[chunk % self.sizes.slots, pl.ds(HALF * self.group, HALF)]
+
+    def arrived(self, chunk: Any) -> Ref:
+        """The barrier of that chunk's copy."""
+        return self.s.arrived.at[2 * (chunk % self.sizes.slots) + self.group]
 
     @property
     def owns_state(self) -> Any:

@@ -15,7 +15,7 @@ CHANNELS = 128  # value channels of a program, one a thread
 HALF = 64  # rows of R0 that a warpgroup multiplies
 BLOCK = 8  # rows of the substitution that share a register tile
 CHUNK = 32  # columns of R0 that are split and multiplied at a time
-EARLY = 2  # chunks loaded before anything else; more would cost the second program of an SM
+SLOTS = 4  # chunks of R0 that are on their way at once
 SMEM_LIMIT = 227 * 1024
 
 PAIRS = {
@@ -56,9 +56,17 @@ class Sizes:
         return -(-self.rows // SEGMENT)
 
     @property
-    def chunks(self) -> list[tuple[int, int]]:
-        """(start, width) of the chunks of a key."""
-        return [(c, min(CHUNK, self.key_dim - c)) for c in range(0, self.key_dim, CHUNK)]
+    def chunk(self) -> int:
+        """Columns of a chunk."""
+        return min(self.key_dim, CHUNK)
+
+    @property
+    def chunks(self) -> int:
+        return self.key_dim // self.chunk
+
+    @property
+    def slots(self) -> int:
+        return min(SLOTS, self.chunks)
 
     @property
     def tf32(self) -> bool:
@@ -88,25 +96,30 @@ class Sizes:
 
 
 def scratch_types(sizes: Sizes) -> dict[str, Any]:
-    """SMEM of one program; each warpgroup has its own ``lines`` and ``past``."""
+    """SMEM of one program; each warpgroup has its own ``lines`` and ``past``.
+
+    The state's chunks are multiplied before anything is solved: ``state`` and ``solution`` share
+    their memory, which leaves room for a second program on a multiprocessor.
+    """
     width, rows, f32 = sizes.key_dim, sizes.segment_rows, jnp.float32
+    state = swizzled((sizes.slots, 2 * HALF, sizes.chunk), f32, sizes.chunk)
+    products = swizzled((CHANNELS, 2 * SEGMENT), f32, BLOCK)
+    solution = (products, plgpu.SMEM((rows, CHANNELS), f32))
     operand = f32 if sizes.tf32 else jnp.bfloat16
     types: dict[str, Any] = {
         "kq": _operands((sizes.terms, 2 * SEGMENT, width), operand),
         "v": plgpu.SMEM((rows, CHANNELS), sizes.dtype),
         "gates": swizzled((2, 2 * SEGMENT, BLOCK), f32, BLOCK),
         "lines": plgpu.SMEM((2, 2, 2 * SEGMENT), f32),
-        "products": swizzled((CHANNELS, 2 * SEGMENT), f32, BLOCK),
-        "coupling": plgpu.SMEM((2, SEGMENT // BLOCK, 2 * SEGMENT, BLOCK), f32),
-        "u": plgpu.SMEM((rows, CHANNELS), f32),
+        "coupling": plgpu.SMEM((SEGMENT, 2 * SEGMENT), f32),
+        "shared": plgpu.RefUnion(state, solution),
         "loaded": plgpu.Barrier(num_arrivals=7),
+        "arrived": plgpu.Barrier(num_arrivals=1, num_barriers=2 * sizes.slots),
         "together": plgpu.Barrier(num_arrivals=2),
         "solved": plgpu.Barrier(num_arrivals=1, num_barriers=rows // BLOCK),
     }
     if sizes.staged:
         types["raw"] = plgpu.SMEM((2 * SEGMENT, width), sizes.dtype)
-    if sizes.tf32:
-        types["state"] = _operands((2, HALF, width), f32)
     if sizes.segments > 1:
         types["past"] = plgpu.SMEM((2, 2, sizes.segments, 2 * SEGMENT), f32)
         types["earlier"] = _operands((sizes.terms, 2 * SEGMENT, width), operand)

@@ -40,17 +40,24 @@ def run_segment(p: Program, start: jax.Array) -> None:
 
 
 def _solve_block(p: Program, start: jax.Array, block: jax.Array, X: jax.Array) -> None:
-    for column in range(BLOCK):
-        i = BLOCK * block + column
-        v = load(p.s.v.at[i], PER_CHANNEL).astype(jnp.float32)
-        u = pick(X, column, CHANNEL_TILE) + p.s.lines[0, 1, i] * v
+    rows = [BLOCK * block + column for column in range(BLOCK)]
+    # All loads come before the first store, which they would have to wait for.
+    values = [load(p.s.v.at[i], PER_CHANNEL).astype(jnp.float32) for i in rows]
+    written = [p.s.lines[0, 1, i] * v for i, v in zip(rows, values, strict=True)]
+    lines = [_line(p, i, block) for i in rows]
+    solved = []
+    for column, i in enumerate(rows):
+        u = pick(X, column, CHANNEL_TILE) + written[column]
         # An inactive row may hold anything; zero times NaN would reach the active ones.
         active = lax.broadcast(start + i < p.count, u.shape)
         u = jnp.where(active, u, jnp.zeros_like(u))
+        X = X + _outer(u, lines[column])
+        solved.append(u)
+    for i, u in zip(rows, solved, strict=True):
         p.s.u.at[i][...] = u
-        p.u.at[p.b, start + i, p.h, p.channels][...] = u
-        X = X + _outer(u, _line(p, i, block))
     plgpu.barrier_arrive(p.s.solved.at[block])
+    for i, u in zip(rows, solved, strict=True):
+        p.u.at[p.b, start + i, p.h, p.channels][...] = u
 
 
 def _read_block(p: Program, start: jax.Array, block: jax.Array, X: jax.Array) -> None:
@@ -110,7 +117,8 @@ def _columns(p: Program, block: jax.Array) -> Ref:
 
 def _line(p: Program, row: jax.Array, block: jax.Array) -> jax.Array:
     """How row ``row``'s pseudo-value enters the eight columns of a block."""
-    return load(p.s.coupling.at[p.group, block, row], PER_ROW)
+    columns = pl.ds(SEGMENT * p.group + BLOCK * block, BLOCK)
+    return load(p.s.coupling.at[row, columns], PER_ROW)
 
 
 def _outer(u: jax.Array, line: jax.Array) -> jax.Array:

@@ -1,9 +1,12 @@
 """The matrix products of the WY solve: keys with keys and queries, and the state with both.
 
-Tensor cores multiply bfloat16 (or tf32). A float32 factor goes as a sum of bfloat16 terms whose
-products are exact in the float32 accumulator, so "ieee" loses nothing but what lies below 2**-24.
-Tiles are in the ``WG`` layout.
+Tensor cores multiply bfloat16 (or tf32). A float32 factor goes as a sum of bfloat16 terms, so that
+"ieee" loses nothing of a product but what lies below 2**-24. The accumulator of a tensor core cuts
+digits off at every addition, so only the 32 columns of a chunk are added up there, small terms
+first, and chunks are added in registers. Tiles are in the ``WG`` layout.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,102 +14,131 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.tiles import COLS, WG, Ref, along_columns, along_rows, load, split_bf16
-from pallas_kernels.wy_solve.path import commit_chunk
+from pallas_kernels.tiles import (
+    COLS,
+    ROWS,
+    WG,
+    Ref,
+    along_columns,
+    along_rows,
+    load,
+    split_bf16,
+)
+from pallas_kernels.wy_solve.path import commit_chunk, weigh_path
 from pallas_kernels.wy_solve.program import Program
-from pallas_kernels.wy_solve.sizes import EARLY, HALF, SEGMENT
+from pallas_kernels.wy_solve.sizes import HALF, SEGMENT
 
-WIDE = (2 * SEGMENT, SEGMENT)
+KEYS = SEGMENT // 2  # whose couplings a warpgroup forms
+COUPLING = (2 * SEGMENT, KEYS)
 SQUARE = (HALF, 2 * SEGMENT)
 
 
 def convert(p: Program, to: Ref) -> None:
-    """Write the raw keys and queries [64, dk] to ``to`` [terms, 64, dk] as wgmma needs them."""
-    raw = load(p.s.raw, WG)
-    if p.sizes.tf32:
-        to.at[0][...] = raw.astype(jnp.float32)
-    else:
-        for i, term in enumerate(split_bf16(raw, p.sizes.terms)):
-            to.at[i][...] = term
+    """Write the raw keys and queries [64, dk] to ``to`` [terms, 64, dk] as wgmma needs them.
+
+    The warpgroups take turns with the chunks; both must have arrived before ``to`` is read.
+    """
+    for chunk in range(p.sizes.chunks):
+        columns = p.columns(chunk)
+
+        @pl.when(p.group == chunk % 2)
+        def _(columns=columns):
+            raw = load(p.s.raw.at[:, columns], WG)
+            terms = (raw,) if p.sizes.tf32 else split_bf16(raw, p.sizes.terms)
+            for i, term in enumerate(terms):
+                to.at[i, :, columns][...] = term.astype(to.dtype)
 
 
 def couplings(p: Program, keys: Ref, seen: jax.Array, G_keys: jax.Array) -> jax.Array:
-    """[64, 32]: how the pseudo-values of keys (rows 0..31) enter this segment's rows (columns).
+    """[64, 16]: how the pseudo-values of this warpgroup's keys (columns) enter a segment's rows.
 
-    For group 0 that is -L, for group 1 the weights in the outputs.
+    The first 32 rows are -L, the others the weights in the outputs.
 
     Args:
       keys: [terms, 64, dk] whose first 32 rows are keys, of this segment or of an earlier one.
-      seen: [64, 32] bool, whose pseudo-value enters which row.
-      G_keys: [64] cumulative log decays of the keys.
+      seen: [64, 16] bool, which row takes which pseudo-value.
+      G_keys: [16] cumulative log decays of the keys.
     """
     pairs = p.sizes.key_pairs or ((0, 0),)
-    rows = pl.ds(SEGMENT * p.group, SEGMENT)  # keys of this segment for L, queries for outputs
+    mine = pl.ds(KEYS * p.group, KEYS)
     if p.interpreted:
-        gram = sum(_dot(keys[i], p.s.kq[j, rows]) for i, j in pairs)
+        gram = sum(_dot(p.s.kq[i], keys[j, mine]) for i, j in pairs)
     else:
 
-        def scoped(acc):
-            for i, j in pairs:
-                plgpu.wgmma(acc, keys.at[i], p.s.kq.at[j, rows].T)
-            return acc[...]
+        def scoped(*sums):
+            for chunk, acc in enumerate(sums):
+                columns = p.columns(chunk)
+                for i, j in pairs:
+                    plgpu.wgmma(acc, p.s.kq.at[i, :, columns], keys.at[j, mine, columns].T)
+            return [acc[...] for acc in sums]
 
-        gram = lax.optimization_barrier(pl.run_scoped(scoped, accumulator(WIDE)))
-    own = pl.ds(0, SEGMENT)
-    G, beta = (load(p.s.lines.at[p.group, line, own], COLS) for line in (0, 1))
+        sums = pl.run_scoped(scoped, *[accumulator(COUPLING)] * p.sizes.chunks)
+        gram = functools.reduce(jnp.add, map(lax.optimization_barrier, sums))
+    G, beta = (load(p.s.lines.at[p.group, line], ROWS) for line in (0, 1))
     # The difference is masked before exp: exp of a positive difference overflows.
-    difference = along_columns(G, WIDE) - along_rows(G_keys, WIDE)
+    difference = along_rows(G, COUPLING) - along_columns(G_keys, COUPLING)
     decay = jnp.exp(jnp.where(seen, difference, 0.0))
-    solves = jnp.where(p.group == 0, 1.0, 0.0)
-    scale = 1.0 - solves - solves * beta  # -beta or 1, exactly: vectors cannot select by a scalar
-    return jnp.where(seen, gram * decay * along_columns(scale, WIDE), 0.0)
+    solves = plgpu.broadcasted_iota(jnp.int32, COUPLING, 0, layout=WG) < SEGMENT
+    scale = jnp.where(solves, -along_rows(beta, COUPLING), 1.0)
+    return jnp.where(seen, gram * decay * scale, 0.0)
 
 
-def early_chunks(p: Program) -> list[jax.Array]:
-    """The first columns of the state, on their way while other operands are prepared."""
-    return [load(p.state.at[:, pl.ds(*chunk)], WG) for chunk in p.sizes.chunks[:EARLY]]
+def fetch_state(p: Program) -> None:
+    """Start copying the first chunks of this warpgroup's rows of the state into SMEM."""
+    for c in range(p.sizes.slots):
+        plgpu.copy_gmem_to_smem(p.state(c), p.slot(c), p.arrived(c))
 
 
-def products(p: Program, early: list[jax.Array], commits: bool) -> jax.Array:
+def products(p: Program, commits: bool) -> jax.Array:
     """[64, 64]: R0 k_i times -beta_i exp(G_i), then R0 q_i times exp(G_i).
 
     R0 is read once; with ``commits`` the previous path is first committed into it.
     """
-    sizes = p.sizes
-
-    def chunk(c: int) -> jax.Array:
-        columns = pl.ds(*sizes.chunks[c])
-        tile = early[c] if c < len(early) else load(p.state.at[:, columns], WG)
-        return commit_chunk(p, tile, columns) if commits else tile
-
-    if p.interpreted:
-        total = jnp.zeros(SQUARE, jnp.float32)
-        for c, (start, width) in enumerate(sizes.chunks):
-            terms = [chunk(c)] if sizes.tf32 else split_bf16(chunk(c), 3)
-            for i, j in sizes.state_pairs or ((0, 0),):
-                total += _dot(terms[i], p.s.kq[j, :, start : start + width])
-    else:
-
-        def scoped(acc):
-            for c, (start, width) in enumerate(sizes.chunks):
-                columns = pl.ds(start, width)
-                if sizes.tf32:
-                    mine = p.s.state.at[p.group, :, columns]
-                    mine[...] = chunk(c)
-                    plgpu.commit_smem()
-                    plgpu.wgmma(acc, mine, p.s.kq.at[0, :, columns].T)
-                else:
-                    terms = split_bf16(chunk(c), 3)
-                    for i, j in sizes.state_pairs:
-                        plgpu.wgmma(acc, terms[i], p.s.kq.at[j, :, columns].T)
-                plgpu.wgmma_wait(0)
-            return acc[...]
-
-        total = lax.optimization_barrier(pl.run_scoped(scoped, accumulator(SQUARE)))
+    decay = weigh_path(p) if commits else None
+    # A loop, not a list: left to the compiler, all chunks' sums would wait in registers.
+    total = lax.fori_loop(
+        0,
+        p.sizes.chunks,
+        lambda chunk, total: total + _chunk_products(p, chunk, decay),
+        plgpu.layout_cast(jnp.zeros(SQUARE, jnp.float32), WG),
+    )
     G, beta = (load(p.s.lines.at[p.group, line], COLS) for line in (0, 1))
     is_key = plgpu.broadcasted_iota(jnp.int32, SQUARE, 1, layout=WG) < SEGMENT
     factor = along_columns(jnp.exp(G), SQUARE)
     return total * jnp.where(is_key, -along_columns(beta, SQUARE) * factor, factor)
+
+
+def _chunk_products(p: Program, chunk: jax.Array, decay: jax.Array | None) -> jax.Array:
+    sizes, slot, columns = p.sizes, p.slot(chunk), p.columns(chunk)
+    plgpu.barrier_wait(p.arrived(chunk))
+    tile = load(slot, WG)
+    if decay is not None:
+        tile = commit_chunk(p, tile, chunk, decay)
+        if sizes.tf32:
+            slot[...] = tile
+            plgpu.commit_smem()
+    terms = (tile,) if sizes.tf32 else split_bf16(tile, 3)
+    pairs = sizes.state_pairs or ((0, 0),)
+    if p.interpreted:
+        total = sum(_dot(terms[i], p.s.kq[j, :, columns]) for i, j in pairs)
+    else:
+
+        def scoped(acc):
+            for i, j in pairs:
+                factor = slot if sizes.tf32 else terms[i]
+                plgpu.wgmma(acc, factor, p.s.kq.at[j, :, columns].T)
+            return acc[...]
+
+        total = lax.optimization_barrier(pl.run_scoped(scoped, accumulator(SQUARE)))
+    if sizes.slots < sizes.chunks:
+
+        @pl.when(chunk + sizes.slots < sizes.chunks)
+        def _():
+            plgpu.commit_smem()  # all have read the slot
+            later = chunk + sizes.slots
+            plgpu.copy_gmem_to_smem(p.state(later), slot, p.arrived(later))
+
+    return total
 
 
 def accumulator(shape: tuple[int, int]) -> plgpu.WGMMAAccumulatorRef:
