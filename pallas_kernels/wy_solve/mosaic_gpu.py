@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import tiles
 from pallas_kernels.tiles import COLS, ROWS, WG, Ref, along_columns, along_rows, load
 from pallas_kernels.wy_solve import substitution, tensor_cores
-from pallas_kernels.wy_solve.path import stage_path
+from pallas_kernels.wy_solve.path import commit_path, stage_path
 from pallas_kernels.wy_solve.program import Program, pick, together
 from pallas_kernels.wy_solve.sizes import BLOCK, CHANNELS, HALF, SEGMENT, Sizes, scratch_types
 
@@ -48,8 +48,8 @@ def solve(
         inputs = SimpleNamespace(**dict(zip(names, refs, strict=False)), R=refs[len(names)])
         b, h = lax.axis_index("b"), lax.axis_index("h")
         out, u = refs[len(names) + 1 :]
-        state, (products, pseudo_values) = scratch.pop("shared")
-        shared = {"state": state, "products": products, "u": pseudo_values}
+        state, (products, pseudo_values, outputs) = scratch.pop("shared")
+        shared = {"state": state, "products": products, "u": pseudo_values, "out": outputs}
         run(
             Program(
                 sizes=sizes,
@@ -58,7 +58,9 @@ def solve(
                 b=b,
                 h=h,
                 tile=lax.axis_index("tile"),
+                layer=inputs.layer[0],
                 count=inputs.count[b],
+                length=inputs.path_length[b] if sizes.path else 0,
                 s=SimpleNamespace(**scratch, **shared),
                 inputs=inputs,
                 out=out,
@@ -85,7 +87,9 @@ def run(p: Program) -> None:
     """One warpgroup's whole program; a sequence without rows and without a path costs nothing."""
     busy = p.count > 0
     if p.sizes.path:
-        busy = busy | (p.inputs.path_length[p.b] > 0)
+        busy = busy | (p.length > 0)
+    # Always true, and so makes the layer arrive with the count, not after it.
+    busy = busy & (p.layer >= 0)
 
     @pl.when(busy)
     def _():
@@ -95,15 +99,17 @@ def run(p: Program) -> None:
         if p.sizes.segments > 1:
 
             def later(segment, carry):
+                plgpu.wait_smem_to_gmem(0)
                 together(p)
                 run_segment(p, segment, first=False)
                 return carry
 
             lax.fori_loop(int(alone), (p.count + SEGMENT - 1) // SEGMENT, later, 0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     @pl.when(p.group == 1)
     def _():
-        substitution.clear_rows(p, p.count, p.sizes.rows)
+        substitution.clear_segments(p)
 
 
 def run_segment(p: Program, segment: jax.Array, first: bool) -> None:
@@ -129,7 +135,11 @@ def run_segment(p: Program, segment: jax.Array, first: bool) -> None:
     sum_decays(p, segment, seen)
     if first:
         couple(p, segment, segment, seen, p.s.kq)
+    if commits:
+        commit_path(p)
     products = tensor_cores.products(p, commits)
+    if commits:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     together(p)  # the products take the place of the state
     mine = p.s.products.at[pl.ds(HALF * p.group, HALF), pl.ds(0, 2 * SEGMENT)]
     mine[...] = products
@@ -151,17 +161,17 @@ def stage_rows(p: Program, start: jax.Array) -> None:
         plgpu.copy_gmem_to_smem(source, keys.at[pl.ds(to, rows)], s.loaded)
     plgpu.copy_gmem_to_smem(p.inputs.v.at[p.b, here, p.h, p.channels], s.v, s.loaded)
     for which, gate in enumerate((p.inputs.g, p.inputs.beta)):
-        for to in (0, SEGMENT):
-            target = s.gates.at[which, pl.ds(to, rows)]
-            plgpu.copy_gmem_to_smem(gate.at[p.b, here, eight], target, s.loaded)
+        target = s.gates.at[which, pl.ds(0, rows)]
+        plgpu.copy_gmem_to_smem(gate.at[p.b, here, eight], target, s.loaded)
 
 
 def sum_decays(p: Program, segment: jax.Array, seen: jax.Array) -> None:
-    """Write this warpgroup's ``lines``: cumulative log decays G and betas of the 64 rows."""
+    """Write this warpgroup's ``lines``: log decays G, -beta (of the first 32 rows) and exp G."""
     s, head = p.s, p.h % BLOCK
     line = s.lines.at[p.group]
-    for which in (0, 1):
-        line.at[which][...] = pick(load(s.gates.at[which], WG), head, WG)
+    g, beta = (pick(load(s.gates.at[which], WG), head, WG) for which in (0, 1))
+    line.at[0][...] = g
+    line.at[1][...] = -beta
     plgpu.commit_smem()
     G = _decay_from(seen, line.at[0])
     if p.sizes.segments > 1:
@@ -174,7 +184,8 @@ def sum_decays(p: Program, segment: jax.Array, seen: jax.Array) -> None:
 
         G = lax.fori_loop(0, segment, add, G)
         past.at[1, segment][...] = G
-    plgpu.commit_smem()
+    line.at[2][...] = jnp.exp(G)
+    plgpu.commit_smem()  # all have read g
     line.at[0][...] = G
     plgpu.commit_smem()
 

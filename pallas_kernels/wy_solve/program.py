@@ -21,7 +21,9 @@ class Program:
       interpreted: True under the interpreter, which lacks wgmma with registers.
       group: 0 solves, 1 reads; both multiply.
       b, h, tile: sequence, value head and tile of 128 value channels.
+      layer: of the pool.
       count: active rows of the tree.
+      length: rows of the path that is committed first.
       s: SMEM by the names of ``sizes.scratch_types``, with the shared part taken apart.
       inputs: GMEM references by name.
       out, u: [B, N, Hv, dv] outputs and pseudo-values in GMEM.
@@ -33,7 +35,9 @@ class Program:
     b: Any
     h: Any
     tile: Any
+    layer: Any
     count: Any
+    length: Any
     s: SimpleNamespace
     inputs: SimpleNamespace
     out: Ref
@@ -59,7 +63,7 @@ class Program:
         last = self.sizes.value_dim - HALF
         first = jnp.minimum(self.tile * CHANNELS + self.group * HALF, last)
         rows, columns = pl.ds(first, HALF), self.columns(chunk)
-        return self.inputs.R.at[self.inputs.layer[0], self.b, self.h, rows, columns]
+        return self.inputs.R.at[self.layer, self.b, self.h, rows, columns]
 
     def slot(self, chunk: Any) -> Ref:
         """Where that chunk lies in SMEM."""

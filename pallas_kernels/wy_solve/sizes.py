@@ -66,7 +66,8 @@ class Sizes:
 
     @property
     def slots(self) -> int:
-        return min(SLOTS, self.chunks)
+        """Chunks of R0 that SMEM holds; all, if a path is committed into them first."""
+        return self.chunks if self.path else min(SLOTS, self.chunks)
 
     @property
     def tf32(self) -> bool:
@@ -104,16 +105,16 @@ def scratch_types(sizes: Sizes) -> dict[str, Any]:
     width, rows, f32 = sizes.key_dim, sizes.segment_rows, jnp.float32
     state = swizzled((sizes.slots, 2 * HALF, sizes.chunk), f32, sizes.chunk)
     products = swizzled((CHANNELS, 2 * SEGMENT), f32, BLOCK)
-    solution = (products, plgpu.SMEM((rows, CHANNELS), f32))
+    solution = (products, *[plgpu.SMEM((rows, CHANNELS), f32)] * 2)
     operand = f32 if sizes.tf32 else jnp.bfloat16
     types: dict[str, Any] = {
         "kq": _operands((sizes.terms, 2 * SEGMENT, width), operand),
         "v": plgpu.SMEM((rows, CHANNELS), sizes.dtype),
         "gates": swizzled((2, 2 * SEGMENT, BLOCK), f32, BLOCK),
-        "lines": plgpu.SMEM((2, 2, 2 * SEGMENT), f32),
+        "lines": plgpu.SMEM((2, 3, 2 * SEGMENT), f32),
         "coupling": plgpu.SMEM((SEGMENT, 2 * SEGMENT), f32),
         "shared": plgpu.RefUnion(state, solution),
-        "loaded": plgpu.Barrier(num_arrivals=7),
+        "loaded": plgpu.Barrier(num_arrivals=5),
         "arrived": plgpu.Barrier(num_arrivals=1, num_barriers=2 * sizes.slots),
         "together": plgpu.Barrier(num_arrivals=2),
         "solved": plgpu.Barrier(num_arrivals=1, num_barriers=rows // BLOCK),

@@ -36,40 +36,56 @@ def run_segment(p: Program, start: jax.Array) -> None:
         pl.when(p.group == 1)(lambda: _read_block(p, start, block, X))
         return carry
 
-    lax.fori_loop(0, _blocks(p, start), run_block, 0)
+    blocks = _blocks(p, start)
+    lax.fori_loop(0, blocks, run_block, 0)
+
+    @pl.when(p.group == 1)
+    def _():
+        zeros = plgpu.layout_cast(jnp.zeros((CHANNELS,), jnp.float32), PER_CHANNEL)
+
+        def clear(i, carry):
+            p.s.out.at[i][...] = zeros
+            return carry
+
+        lax.fori_loop(BLOCK * blocks, p.sizes.segment_rows, clear, 0)
+
+    here = pl.ds(start, p.sizes.segment_rows)
+    plgpu.commit_smem()
+    for group, (result, to) in enumerate(((p.s.u, p.u), (p.s.out, p.out))):
+
+        @pl.when(p.group == group)
+        def _(result=result, to=to):
+            plgpu.copy_smem_to_gmem(result, to.at[p.b, here, p.h, p.channels])
 
 
 def _solve_block(p: Program, start: jax.Array, block: jax.Array, X: jax.Array) -> None:
     rows = [BLOCK * block + column for column in range(BLOCK)]
     # All loads come before the first store, which they would have to wait for.
     values = [load(p.s.v.at[i], PER_CHANNEL).astype(jnp.float32) for i in rows]
-    written = [p.s.lines[0, 1, i] * v for i, v in zip(rows, values, strict=True)]
+    written = [p.s.lines[0, 1, i] * v for i, v in zip(rows, values, strict=True)]  # -beta v
     lines = [_line(p, i, block) for i in rows]
     solved = []
     for column, i in enumerate(rows):
-        u = pick(X, column, CHANNEL_TILE) + written[column]
+        u = pick(X, column, CHANNEL_TILE) - written[column]
         # An inactive row may hold anything; zero times NaN would reach the active ones.
-        active = lax.broadcast(start + i < p.count, u.shape)
-        u = jnp.where(active, u, jnp.zeros_like(u))
+        u = _if_active(p, start + i, u)
         X = X + _outer(u, lines[column])
         solved.append(u)
     for i, u in zip(rows, solved, strict=True):
         p.s.u.at[i][...] = u
     plgpu.barrier_arrive(p.s.solved.at[block])
-    for i, u in zip(rows, solved, strict=True):
-        p.u.at[p.b, start + i, p.h, p.channels][...] = u
 
 
 def _read_block(p: Program, start: jax.Array, block: jax.Array, X: jax.Array) -> None:
     plgpu.barrier_wait(p.s.solved.at[block])
     X = _add_block(p, block, block, X)
     for column in range(BLOCK):
-        i = start + BLOCK * block + column
-        value = pick(X, column, CHANNEL_TILE)
+        i = BLOCK * block + column
+        p.s.out.at[i][...] = _if_active(p, start + i, pick(X, column, CHANNEL_TILE))
 
-        @pl.when(i < p.count)
-        def _(i=i, value=value):
-            p.out.at[p.b, i, p.h, p.channels][...] = value
+
+def _if_active(p: Program, row: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.where(lax.broadcast(row < p.count, x.shape), x, jnp.zeros_like(x))
 
 
 def add_earlier_segment(p: Program, segment: jax.Array) -> None:
@@ -93,15 +109,18 @@ def add_earlier_segment(p: Program, segment: jax.Array) -> None:
     lax.fori_loop(0, SEGMENT // BLOCK, update_block, 0)
 
 
-def clear_rows(p: Program, start: jax.Array, stop: int) -> None:
-    """Outputs of inactive rows are 0, whatever their operands were."""
+def clear_segments(p: Program) -> None:
+    """Outputs of segments that were not run are 0."""
     zeros = plgpu.layout_cast(jnp.zeros((CHANNELS,), jnp.float32), PER_CHANNEL)
 
     def clear(i, carry):
         p.out.at[p.b, i, p.h, p.channels][...] = zeros
         return carry
 
-    lax.fori_loop(start, stop, clear, 0)
+    run = (p.count + SEGMENT - 1) // SEGMENT * SEGMENT
+    if p.sizes.path:  # a path runs a segment, also without a tree
+        run = jnp.where(p.length > 0, jnp.maximum(run, SEGMENT), run)
+    lax.fori_loop(run, p.sizes.rows, clear, 0)
 
 
 def _blocks(p: Program, start: jax.Array) -> jax.Array:

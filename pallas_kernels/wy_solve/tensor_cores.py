@@ -24,7 +24,6 @@ from pallas_kernels.tiles import (
     load,
     split_bf16,
 )
-from pallas_kernels.wy_solve.path import commit_chunk, weigh_path
 from pallas_kernels.wy_solve.program import Program
 from pallas_kernels.wy_solve.sizes import HALF, SEGMENT
 
@@ -74,12 +73,12 @@ def couplings(p: Program, keys: Ref, seen: jax.Array, G_keys: jax.Array) -> jax.
 
         sums = pl.run_scoped(scoped, *[accumulator(COUPLING)] * p.sizes.chunks)
         gram = functools.reduce(jnp.add, map(lax.optimization_barrier, sums))
-    G, beta = (load(p.s.lines.at[p.group, line], ROWS) for line in (0, 1))
+    G, minus_beta = (load(p.s.lines.at[p.group, line], ROWS) for line in (0, 1))
     # The difference is masked before exp: exp of a positive difference overflows.
     difference = along_rows(G, COUPLING) - along_columns(G_keys, COUPLING)
     decay = jnp.exp(jnp.where(seen, difference, 0.0))
     solves = plgpu.broadcasted_iota(jnp.int32, COUPLING, 0, layout=WG) < SEGMENT
-    scale = jnp.where(solves, -along_rows(beta, COUPLING), 1.0)
+    scale = jnp.where(solves, along_rows(minus_beta, COUPLING), 1.0)
     return jnp.where(seen, gram * decay * scale, 0.0)
 
 
@@ -89,34 +88,29 @@ def fetch_state(p: Program) -> None:
         plgpu.copy_gmem_to_smem(p.state(c), p.slot(c), p.arrived(c))
 
 
-def products(p: Program, commits: bool) -> jax.Array:
-    """[64, 64]: R0 k_i times -beta_i exp(G_i), then R0 q_i times exp(G_i).
+def products(p: Program, committed: bool) -> jax.Array:
+    """[64, 64]: R0 k_i times -beta_i exp(G_i), then R0 q_i times exp(G_i); R0 is read once.
 
-    R0 is read once; with ``commits`` the previous path is first committed into it.
+    ``committed``: the whole state has arrived, and a path was committed into it.
     """
-    decay = weigh_path(p) if commits else None
     # A loop, not a list: left to the compiler, all chunks' sums would wait in registers.
     total = lax.fori_loop(
         0,
         p.sizes.chunks,
-        lambda chunk, total: total + _chunk_products(p, chunk, decay),
+        lambda chunk, total: total + _chunk_products(p, chunk, committed),
         plgpu.layout_cast(jnp.zeros(SQUARE, jnp.float32), WG),
     )
-    G, beta = (load(p.s.lines.at[p.group, line], COLS) for line in (0, 1))
+    minus_beta, grown = (load(p.s.lines.at[p.group, line], COLS) for line in (1, 2))
     is_key = plgpu.broadcasted_iota(jnp.int32, SQUARE, 1, layout=WG) < SEGMENT
-    factor = along_columns(jnp.exp(G), SQUARE)
-    return total * jnp.where(is_key, -along_columns(beta, SQUARE) * factor, factor)
+    factor = along_columns(grown, SQUARE)
+    return total * jnp.where(is_key, along_columns(minus_beta, SQUARE) * factor, factor)
 
 
-def _chunk_products(p: Program, chunk: jax.Array, decay: jax.Array | None) -> jax.Array:
+def _chunk_products(p: Program, chunk: jax.Array, committed: bool) -> jax.Array:
     sizes, slot, columns = p.sizes, p.slot(chunk), p.columns(chunk)
-    plgpu.barrier_wait(p.arrived(chunk))
+    if not committed:
+        plgpu.barrier_wait(p.arrived(chunk))
     tile = load(slot, WG)
-    if decay is not None:
-        tile = commit_chunk(p, tile, chunk, decay)
-        if sizes.tf32:
-            slot[...] = tile
-            plgpu.commit_smem()
     terms = (tile,) if sizes.tf32 else split_bf16(tile, 3)
     pairs = sizes.state_pairs or ((0, 0),)
     if p.interpreted:
