@@ -29,7 +29,10 @@ pytestmark = [
     pytest.mark.skipif(device_problem() is not None, reason=str(device_problem())),
 ]
 
-IEEE = 3e-7  # relative RMS at 28 rows: the error of a sequential float32 recurrence
+IEEE = 3e-7  # relative RMS at 28 rows
+SEQUENTIAL = {"realistic": IEEE, "correlated": 2e-6}
+"""A float32 recurrence loses digits where keys are alike: 1.2e-6 measured on a chain of 28, while
+the solve stays at 2e-7."""
 HEADS, DIMS, ROWS = (2, 6), (128, 128), 32
 kernel = functools.partial(jax.jit, static_argnames="implementation")
 scan, scan_all, commit_native = kernel(path_scan), kernel(node_scan), kernel(replay)
@@ -81,6 +84,8 @@ def test_kernels_give_the_recurrence(kind, dtype):
     k, g = layered(case, "k", "g")
     u = jnp.stack([u] * case.R.shape[0])
     after["wy_commit"] = commit_factors(case.R, k, u, g, nodes, length, **ON_GPU)
+    bound = dict.fromkeys(("path_scan", "node_scan", "replay"), SEQUENTIAL[kind])
+    bound |= dict.fromkeys(("wy_solve", "wy_commit"), IEEE)
     for b, tree in enumerate(case.trees):
         if not tree:
             for name, R in after.items():
@@ -88,11 +93,11 @@ def test_kernels_give_the_recurrence(kind, dtype):
             continue
         outputs, exact = expected(case, b)
         for name, o in out.items():
-            assert relative_rms(o[b, : len(tree)], outputs) < 2 * IEEE, (name, b)
+            assert relative_rms(o[b, : len(tree)], outputs) < bound[name], (name, b)
             assert not np.any(o[b, len(tree) :]), name
-        assert relative_rms(states[b, : len(tree)], exact) < IEEE
+        assert relative_rms(states[b, : len(tree)], exact) < bound["node_scan"], b
         for name, R in after.items():
-            assert relative_rms(R[case.layer, b], exact[last[b]]) < IEEE, (name, b)
+            assert relative_rms(R[case.layer, b], exact[last[b]]) < bound[name], (name, b)
 
 
 @cases
