@@ -17,7 +17,7 @@ from jax import lax
 
 from pallas_kernels.implementation import resolve
 from pallas_kernels.padding import pad_axis, round_up
-from pallas_kernels.tiles import interpreter
+from pallas_kernels.tiles import interpreter, split_bf16
 from pallas_kernels.update import MAX_DIM, operand_problem
 from pallas_kernels.wy_commit.reference import commit
 from pallas_kernels.wy_solve import mosaic_gpu, reference
@@ -26,6 +26,7 @@ from pallas_kernels.wy_solve.sizes import (
     CHANNELS,
     CHUNK,
     HALF,
+    PATH_BLOCK,
     PRECISIONS,
     SEGMENT,
     SMEM_LIMIT,
@@ -38,8 +39,11 @@ class PathFactors(struct.PyTreeNode):
     """Factors of an accepted path, in its order.
 
     Attributes:
-      k: [B, P, Hk, dk] keys. u: [B, P, Hv, dv] float32 pseudo-values. g: [B, P, Hv] log decays.
+      k: [B, P, Hk, dk] keys, finite also past the length: they are multiplied by 0.
+      u: [B, P, Hv, dv] float32 pseudo-values. g: [B, P, Hv] log decays.
       length: [B] int32 rows that count; 0 commits nothing.
+
+    P is padded to a multiple of 16, which costs copies where it is none.
     """
 
     k: jax.Array
@@ -179,7 +183,7 @@ def _sizes(
         value_dim=round_up(v.shape[3], HALF),
         dtype=k.dtype,
         precision=precision,
-        path=0 if previous is None else previous.k.shape[1],
+        path=0 if previous is None else round_up(previous.k.shape[1], PATH_BLOCK),
     )
 
 
@@ -232,9 +236,9 @@ def _kernel(
     }
     if previous is not None:
         arrays |= {
-            "path_k": pad_axis(previous.k, 3, sizes.key_dim),
-            "path_u": pad_axis(previous.u, 3, channels),
-            "path_g": pad_axis(previous.g, 2, heads),
+            "path_k": _path_terms(sizes, previous),
+            "path_u": pad_axis(pad_axis(previous.u, 3, channels), 1, sizes.path),
+            "path_g": pad_axis(pad_axis(previous.g, 2, heads), 1, sizes.path),
             "path_length": previous.length,
         }
     out, u, pool = _call(sizes, arrays, pool, chosen)
@@ -255,6 +259,15 @@ def _call(
     shared = jax.new_ref(pool)
     out, u = mosaic_gpu.solve(sizes, arrays, shared, interpreter(chosen))
     return out, u, jax.freeze(shared)
+
+
+def _path_terms(sizes: Sizes, previous: PathFactors) -> jax.Array:
+    """Keys of the path as exact sums of bfloat16 terms: [B, terms, P, Hk, dk]."""
+    k = pad_axis(pad_axis(previous.k, 3, sizes.key_dim), 1, sizes.path)
+    if sizes.path_terms == 1:
+        return k[:, None]
+    past = lax.broadcasted_iota(jnp.int32, k.shape, 1) >= previous.length[:, None, None, None]
+    return jnp.stack(split_bf16(jnp.where(past, 0.0, k), sizes.path_terms), axis=1)
 
 
 def _seen_bits(sizes: Sizes, ancestors: jax.Array) -> jax.Array:

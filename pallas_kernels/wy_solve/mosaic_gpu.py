@@ -48,8 +48,8 @@ def solve(
         inputs = SimpleNamespace(**dict(zip(names, refs, strict=False)), R=refs[len(names)])
         b, h = lax.axis_index("b"), lax.axis_index("h")
         out, u = refs[len(names) + 1 :]
-        state, (products, pseudo_values, outputs) = scratch.pop("shared")
-        shared = {"state": state, "products": products, "u": pseudo_values, "out": outputs}
+        state, later = scratch.pop("shared")
+        shared = {"state": state} | dict(zip(("products", "u", "coupling"), later, strict=False))
         run(
             Program(
                 sizes=sizes,
@@ -99,23 +99,22 @@ def run(p: Program) -> None:
         if p.sizes.segments > 1:
 
             def later(segment, carry):
-                plgpu.wait_smem_to_gmem(0)
                 together(p)
                 run_segment(p, segment, first=False)
                 return carry
 
             lax.fori_loop(int(alone), (p.count + SEGMENT - 1) // SEGMENT, later, 0)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     @pl.when(p.group == 1)
     def _():
-        substitution.clear_segments(p)
+        substitution.clear_rows(p)
 
 
 def run_segment(p: Program, segment: jax.Array, first: bool) -> None:
     """Solve 32 rows of the tree: couplings to all rows before, products, substitution, outputs.
 
-    ``first`` is for a segment that has none before it: it couples while the state arrives.
+    ``first`` is for a segment that has none before it. Without a path to commit it couples while
+    the state arrives.
     """
     commits = first and p.sizes.path > 0
     start = SEGMENT * segment
@@ -126,17 +125,17 @@ def run_segment(p: Program, segment: jax.Array, first: bool) -> None:
         if commits:
             stage_path(p)
 
-    tensor_cores.fetch_state(p)
+    tensor_cores.fetch_state(p, 0)
     seen = load(p.inputs.seen.at[p.b, segment, segment], ROWS)
     plgpu.barrier_wait(p.s.loaded)
     if p.sizes.staged:
         tensor_cores.convert(p, p.s.kq)
         together(p)
     sum_decays(p, segment, seen)
-    if first:
-        couple(p, segment, segment, seen, p.s.kq)
     if commits:
         commit_path(p)
+    elif first:
+        couple(p, segment, segment, seen, p.s.kq)
     products = tensor_cores.products(p, commits)
     if commits:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -146,6 +145,7 @@ def run_segment(p: Program, segment: jax.Array, first: bool) -> None:
     together(p)
     if not first:
         add_earlier_segments(p, segment)
+    if commits or not first:
         couple(p, segment, segment, seen, p.s.kq)
         together(p)
     substitution.run_segment(p, start)
@@ -166,17 +166,17 @@ def stage_rows(p: Program, start: jax.Array) -> None:
 
 
 def sum_decays(p: Program, segment: jax.Array, seen: jax.Array) -> None:
-    """Write this warpgroup's ``lines``: log decays G, -beta (of the first 32 rows) and exp G."""
+    """Write this warpgroup's ``lines``: log decays G, -beta (of the first 32 rows), exp G and g."""
     s, head = p.s, p.h % BLOCK
     line = s.lines.at[p.group]
     g, beta = (pick(load(s.gates.at[which], WG), head, WG) for which in (0, 1))
-    line.at[0][...] = g
     line.at[1][...] = -beta
+    line.at[3][...] = g
     plgpu.commit_smem()
-    G = _decay_from(seen, line.at[0])
+    G = _decay_from(seen, line.at[3])
     if p.sizes.segments > 1:
         past = s.past.at[p.group]
-        past.at[0, segment][...] = load(line.at[0], ROWS)
+        past.at[0, segment][...] = g
 
         def add(source, G):
             bits = load(p.inputs.seen.at[p.b, segment, source], ROWS)
@@ -184,9 +184,8 @@ def sum_decays(p: Program, segment: jax.Array, seen: jax.Array) -> None:
 
         G = lax.fori_loop(0, segment, add, G)
         past.at[1, segment][...] = G
-    line.at[2][...] = jnp.exp(G)
-    plgpu.commit_smem()  # all have read g
     line.at[0][...] = G
+    line.at[2][...] = jnp.exp(G)
     plgpu.commit_smem()
 
 

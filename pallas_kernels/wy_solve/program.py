@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -55,23 +56,26 @@ class Program:
         """The columns of a chunk of keys, queries or states."""
         return pl.ds(self.sizes.chunk * chunk, self.sizes.chunk)
 
-    def state(self, chunk: Any) -> Ref:
-        """A chunk of columns of the 64 rows of the state that this warpgroup multiplies.
+    def state(self, window: Any) -> Ref:
+        """A window of columns of the 64 rows of the state that this warpgroup multiplies.
 
         Past the last value row (dv = 64) the last rows are read again; nobody uses the result.
         """
         last = self.sizes.value_dim - HALF
         first = jnp.minimum(self.tile * CHANNELS + self.group * HALF, last)
-        rows, columns = pl.ds(first, HALF), self.columns(chunk)
+        width = self.sizes.window * self.sizes.chunk
+        rows, columns = pl.ds(first, HALF), pl.ds(width * window, width)
         return self.inputs.R.at[self.layer, self.b, self.h, rows, columns]
 
-    def slot(self, chunk: Any) -> Ref:
-        """Where that chunk lies in SMEM."""
-        return self.s.state.at[chunk % self.sizes.slots, pl.ds(HALF * self.group, HALF)]
+    @property
+    def rows(self) -> Any:
+        """This warpgroup's rows of what SMEM holds of the state."""
+        return pl.ds(HALF * self.group, HALF)
 
-    def arrived(self, chunk: Any) -> Ref:
-        """The barrier of that chunk's copy."""
-        return self.s.arrived.at[2 * (chunk % self.sizes.slots) + self.group]
+    @property
+    def arrived(self) -> Ref:
+        """The barrier of this warpgroup's part of the state."""
+        return self.s.arrived.at[self.group]
 
     @property
     def owns_state(self) -> Any:
@@ -84,6 +88,21 @@ def together(p: Program) -> None:
     plgpu.commit_smem()
     plgpu.barrier_arrive(p.s.together)
     plgpu.barrier_wait(p.s.together)
+
+
+def accumulate(p: Program, shape: tuple[int, int], factors: list[tuple[Any, Ref]]) -> jax.Array:
+    """The sum of products x y, tiles or SMEM of bfloat16 (or tf32) terms, on the tensor cores."""
+    if p.interpreted:
+        wide = [(x[...].astype(jnp.float32), y[...].astype(jnp.float32)) for x, y in factors]
+        return sum(jnp.dot(x, y, precision="highest") for x, y in wide)
+
+    def scoped(total):
+        for x, y in factors:
+            plgpu.wgmma(total, x, y)
+        return total[...]
+
+    total = pl.run_scoped(scoped, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+    return lax.optimization_barrier(total)
 
 
 def pick(tile: jax.Array, column: Any, layout: Any) -> jax.Array:

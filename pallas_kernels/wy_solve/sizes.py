@@ -15,7 +15,8 @@ CHANNELS = 128  # value channels of a program, one a thread
 HALF = 64  # rows of R0 that a warpgroup multiplies
 BLOCK = 8  # rows of the substitution that share a register tile
 CHUNK = 32  # columns of R0 that are split and multiplied at a time
-SLOTS = 4  # chunks of R0 that are on their way at once
+WINDOW = 4  # chunks of R0 that SMEM holds, at most
+PATH_BLOCK = 16  # rows of a path that are multiplied at a time
 SMEM_LIMIT = 227 * 1024
 
 PAIRS = {
@@ -34,7 +35,7 @@ class Sizes:
 
     Attributes:
       rows: N, rows of a tree.
-      path: rows of the previous path that is committed first, 0 for none.
+      path: rows of the previous path that is committed first, padded to 16; 0 for none.
     """
 
     batch: int
@@ -65,9 +66,11 @@ class Sizes:
         return self.key_dim // self.chunk
 
     @property
-    def slots(self) -> int:
-        """Chunks of R0 that SMEM holds; all, if a path is committed into them first."""
-        return self.chunks if self.path else min(SLOTS, self.chunks)
+    def window(self) -> int:
+        """Chunks of R0 that SMEM holds at once; all, if a path is committed into them first."""
+        if self.path:
+            return self.chunks
+        return max(n for n in range(1, WINDOW + 1) if self.chunks % n == 0)
 
     @property
     def tf32(self) -> bool:
@@ -79,6 +82,11 @@ class Sizes:
         if self.dtype == jnp.bfloat16 or self.tf32:
             return 1
         return 1 + max(right for _, right in PAIRS[self.precision])
+
+    @property
+    def path_terms(self) -> int:
+        """Bfloat16 terms of a key of the path, which is committed exactly in every precision."""
+        return 1 if self.dtype == jnp.bfloat16 else 3
 
     @property
     def staged(self) -> bool:
@@ -99,26 +107,28 @@ class Sizes:
 def scratch_types(sizes: Sizes) -> dict[str, Any]:
     """SMEM of one program; each warpgroup has its own ``lines`` and ``past``.
 
-    The state's chunks are multiplied before anything is solved: ``state`` and ``solution`` share
-    their memory, which leaves room for a second program on a multiprocessor.
+    The state is multiplied before anything is solved: it shares its memory with what comes later,
+    which leaves room for a second program on a multiprocessor.
     """
     width, rows, f32 = sizes.key_dim, sizes.segment_rows, jnp.float32
-    state = swizzled((sizes.slots, 2 * HALF, sizes.chunk), f32, sizes.chunk)
+    state = swizzled((2 * HALF, sizes.window * sizes.chunk), f32, sizes.chunk)
     products = swizzled((CHANNELS, 2 * SEGMENT), f32, BLOCK)
-    solution = (products, *[plgpu.SMEM((rows, CHANNELS), f32)] * 2)
+    coupling = plgpu.SMEM((SEGMENT, 2 * SEGMENT), f32)
+    later = (products, plgpu.SMEM((rows, CHANNELS), f32))
     operand = f32 if sizes.tf32 else jnp.bfloat16
     types: dict[str, Any] = {
         "kq": _operands((sizes.terms, 2 * SEGMENT, width), operand),
         "v": plgpu.SMEM((rows, CHANNELS), sizes.dtype),
         "gates": swizzled((2, 2 * SEGMENT, BLOCK), f32, BLOCK),
-        "lines": plgpu.SMEM((2, 3, 2 * SEGMENT), f32),
-        "coupling": plgpu.SMEM((SEGMENT, 2 * SEGMENT), f32),
-        "shared": plgpu.RefUnion(state, solution),
+        "lines": plgpu.SMEM((2, 4, 2 * SEGMENT), f32),
+        "shared": plgpu.RefUnion(state, (*later, coupling) if sizes.path else later),
         "loaded": plgpu.Barrier(num_arrivals=5),
-        "arrived": plgpu.Barrier(num_arrivals=1, num_barriers=2 * sizes.slots),
+        "arrived": plgpu.Barrier(num_arrivals=1, num_barriers=2),
         "together": plgpu.Barrier(num_arrivals=2),
         "solved": plgpu.Barrier(num_arrivals=1, num_barriers=rows // BLOCK),
     }
+    if not sizes.path:
+        types["coupling"] = coupling
     if sizes.staged:
         types["raw"] = plgpu.SMEM((2 * SEGMENT, width), sizes.dtype)
     if sizes.segments > 1:
@@ -126,10 +136,11 @@ def scratch_types(sizes: Sizes) -> dict[str, Any]:
         types["earlier"] = _operands((sizes.terms, 2 * SEGMENT, width), operand)
         types["fetched"] = plgpu.Barrier(num_arrivals=1)
     if sizes.path:
-        types["path_k"] = plgpu.SMEM((sizes.path, width), sizes.dtype)
+        terms = (sizes.path_terms, sizes.path, width)
+        types["path_k"] = swizzled(terms, jnp.bfloat16, PATH_BLOCK)
         types["path_u"] = plgpu.SMEM((sizes.path, CHANNELS), f32)
         types["path_g"] = plgpu.SMEM((sizes.path, BLOCK), f32)
-        types["path_loaded"] = plgpu.Barrier(num_arrivals=3)
+        types["path_loaded"] = plgpu.Barrier(num_arrivals=sizes.path_terms + 2)
     return types
 
 

@@ -36,26 +36,7 @@ def run_segment(p: Program, start: jax.Array) -> None:
         pl.when(p.group == 1)(lambda: _read_block(p, start, block, X))
         return carry
 
-    blocks = _blocks(p, start)
-    lax.fori_loop(0, blocks, run_block, 0)
-
-    @pl.when(p.group == 1)
-    def _():
-        zeros = plgpu.layout_cast(jnp.zeros((CHANNELS,), jnp.float32), PER_CHANNEL)
-
-        def clear(i, carry):
-            p.s.out.at[i][...] = zeros
-            return carry
-
-        lax.fori_loop(BLOCK * blocks, p.sizes.segment_rows, clear, 0)
-
-    here = pl.ds(start, p.sizes.segment_rows)
-    plgpu.commit_smem()
-    for group, (result, to) in enumerate(((p.s.u, p.u), (p.s.out, p.out))):
-
-        @pl.when(p.group == group)
-        def _(result=result, to=to):
-            plgpu.copy_smem_to_gmem(result, to.at[p.b, here, p.h, p.channels])
+    lax.fori_loop(0, _blocks(p, start), run_block, 0)
 
 
 def _solve_block(p: Program, start: jax.Array, block: jax.Array, X: jax.Array) -> None:
@@ -74,14 +55,23 @@ def _solve_block(p: Program, start: jax.Array, block: jax.Array, X: jax.Array) -
     for i, u in zip(rows, solved, strict=True):
         p.s.u.at[i][...] = u
     plgpu.barrier_arrive(p.s.solved.at[block])
+    rows = _rows(p, p.u, start, block)
+    for column, u in enumerate(solved):
+        rows.at[column][...] = u
 
 
 def _read_block(p: Program, start: jax.Array, block: jax.Array, X: jax.Array) -> None:
     plgpu.barrier_wait(p.s.solved.at[block])
     X = _add_block(p, block, block, X)
+    rows = _rows(p, p.out, start, block)
     for column in range(BLOCK):
-        i = BLOCK * block + column
-        p.s.out.at[i][...] = _if_active(p, start + i, pick(X, column, CHANNEL_TILE))
+        i = start + BLOCK * block + column
+        rows.at[column][...] = _if_active(p, i, pick(X, column, CHANNEL_TILE))
+
+
+def _rows(p: Program, to: Ref, start: jax.Array, block: jax.Array) -> Ref:
+    """The rows of a block in GMEM: eight rows at fixed distances need one address."""
+    return to.at[p.b, pl.ds(start + BLOCK * block, BLOCK), p.h, p.channels]
 
 
 def _if_active(p: Program, row: jax.Array, x: jax.Array) -> jax.Array:
@@ -109,18 +99,15 @@ def add_earlier_segment(p: Program, segment: jax.Array) -> None:
     lax.fori_loop(0, SEGMENT // BLOCK, update_block, 0)
 
 
-def clear_segments(p: Program) -> None:
-    """Outputs of segments that were not run are 0."""
+def clear_rows(p: Program) -> None:
+    """Outputs of blocks without active rows are 0."""
     zeros = plgpu.layout_cast(jnp.zeros((CHANNELS,), jnp.float32), PER_CHANNEL)
 
     def clear(i, carry):
         p.out.at[p.b, i, p.h, p.channels][...] = zeros
         return carry
 
-    run = (p.count + SEGMENT - 1) // SEGMENT * SEGMENT
-    if p.sizes.path:  # a path runs a segment, also without a tree
-        run = jnp.where(p.length > 0, jnp.maximum(run, SEGMENT), run)
-    lax.fori_loop(run, p.sizes.rows, clear, 0)
+    lax.fori_loop((p.count + BLOCK - 1) // BLOCK * BLOCK, p.sizes.rows, clear, 0)
 
 
 def _blocks(p: Program, start: jax.Array) -> jax.Array:

@@ -24,7 +24,7 @@ from pallas_kernels.tiles import (
     load,
     split_bf16,
 )
-from pallas_kernels.wy_solve.program import Program
+from pallas_kernels.wy_solve.program import Program, accumulate
 from pallas_kernels.wy_solve.sizes import HALF, SEGMENT
 
 KEYS = SEGMENT // 2  # whose couplings a warpgroup forms
@@ -60,19 +60,17 @@ def couplings(p: Program, keys: Ref, seen: jax.Array, G_keys: jax.Array) -> jax.
     """
     pairs = p.sizes.key_pairs or ((0, 0),)
     mine = pl.ds(KEYS * p.group, KEYS)
-    if p.interpreted:
-        gram = sum(_dot(p.s.kq[i], keys[j, mine]) for i, j in pairs)
-    else:
-
-        def scoped(*sums):
-            for chunk, acc in enumerate(sums):
-                columns = p.columns(chunk)
-                for i, j in pairs:
-                    plgpu.wgmma(acc, p.s.kq.at[i, :, columns], keys.at[j, mine, columns].T)
-            return [acc[...] for acc in sums]
-
-        sums = pl.run_scoped(scoped, *[accumulator(COUPLING)] * p.sizes.chunks)
-        gram = functools.reduce(jnp.add, map(lax.optimization_barrier, sums))
+    gram = functools.reduce(
+        jnp.add,
+        [
+            accumulate(
+                p,
+                COUPLING,
+                [(p.s.kq.at[i, :, columns], keys.at[j, mine, columns].T) for i, j in pairs],
+            )
+            for columns in map(p.columns, range(p.sizes.chunks))
+        ],
+    )
     G, minus_beta = (load(p.s.lines.at[p.group, line], ROWS) for line in (0, 1))
     # The difference is masked before exp: exp of a positive difference overflows.
     difference = along_rows(G, COUPLING) - along_columns(G_keys, COUPLING)
@@ -82,10 +80,9 @@ def couplings(p: Program, keys: Ref, seen: jax.Array, G_keys: jax.Array) -> jax.
     return jnp.where(seen, gram * decay * scale, 0.0)
 
 
-def fetch_state(p: Program) -> None:
-    """Start copying the first chunks of this warpgroup's rows of the state into SMEM."""
-    for c in range(p.sizes.slots):
-        plgpu.copy_gmem_to_smem(p.state(c), p.slot(c), p.arrived(c))
+def fetch_state(p: Program, window: int | jax.Array) -> None:
+    """Start copying a window of this warpgroup's rows of the state into SMEM."""
+    plgpu.copy_gmem_to_smem(p.state(window), p.s.state.at[p.rows], p.arrived)
 
 
 def products(p: Program, committed: bool) -> jax.Array:
@@ -93,52 +90,39 @@ def products(p: Program, committed: bool) -> jax.Array:
 
     ``committed``: the whole state has arrived, and a path was committed into it.
     """
-    # A loop, not a list: left to the compiler, all chunks' sums would wait in registers.
-    total = lax.fori_loop(
-        0,
-        p.sizes.chunks,
-        lambda chunk, total: total + _chunk_products(p, chunk, committed),
-        plgpu.layout_cast(jnp.zeros(SQUARE, jnp.float32), WG),
-    )
+    sizes = p.sizes
+    windows = sizes.chunks // sizes.window
+
+    def add_window(window, total):
+        if not committed:
+            plgpu.barrier_wait(p.arrived)
+        # A loop, not a list: left to the compiler, all chunks' sums would wait in registers.
+        total = lax.fori_loop(
+            0,
+            sizes.window,
+            lambda chunk, total: total + _chunk_products(p, window, chunk),
+            total,
+        )
+        if windows > 1:
+
+            @pl.when(window + 1 < windows)
+            def _():
+                plgpu.commit_smem()  # all have read this window
+                fetch_state(p, window + 1)
+
+        return total
+
+    total = plgpu.layout_cast(jnp.zeros(SQUARE, jnp.float32), WG)
+    total = lax.fori_loop(0, windows, add_window, total) if windows > 1 else add_window(0, total)
     minus_beta, grown = (load(p.s.lines.at[p.group, line], COLS) for line in (1, 2))
     is_key = plgpu.broadcasted_iota(jnp.int32, SQUARE, 1, layout=WG) < SEGMENT
     factor = along_columns(grown, SQUARE)
     return total * jnp.where(is_key, along_columns(minus_beta, SQUARE) * factor, factor)
 
 
-def _chunk_products(p: Program, chunk: jax.Array, committed: bool) -> jax.Array:
-    sizes, slot, columns = p.sizes, p.slot(chunk), p.columns(chunk)
-    if not committed:
-        plgpu.barrier_wait(p.arrived(chunk))
-    tile = load(slot, WG)
-    terms = (tile,) if sizes.tf32 else split_bf16(tile, 3)
-    pairs = sizes.state_pairs or ((0, 0),)
-    if p.interpreted:
-        total = sum(_dot(terms[i], p.s.kq[j, :, columns]) for i, j in pairs)
-    else:
-
-        def scoped(acc):
-            for i, j in pairs:
-                factor = slot if sizes.tf32 else terms[i]
-                plgpu.wgmma(acc, factor, p.s.kq.at[j, :, columns].T)
-            return acc[...]
-
-        total = lax.optimization_barrier(pl.run_scoped(scoped, accumulator(SQUARE)))
-    if sizes.slots < sizes.chunks:
-
-        @pl.when(chunk + sizes.slots < sizes.chunks)
-        def _():
-            plgpu.commit_smem()  # all have read the slot
-            later = chunk + sizes.slots
-            plgpu.copy_gmem_to_smem(p.state(later), slot, p.arrived(later))
-
-    return total
-
-
-def accumulator(shape: tuple[int, int]) -> plgpu.WGMMAAccumulatorRef:
-    return plgpu.WGMMAAccumulatorRef(shape, jnp.float32)
-
-
-def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
-    """x y^T in float32: what a wgmma of these terms accumulates."""
-    return jnp.dot(x.astype(jnp.float32), y.astype(jnp.float32).T, precision="highest")
+def _chunk_products(p: Program, window: int | jax.Array, chunk: jax.Array) -> jax.Array:
+    slot = p.s.state.at[p.rows, p.columns(chunk)]
+    terms = (slot,) if p.sizes.tf32 else split_bf16(load(slot, WG), 3)
+    keys = p.s.kq.at[:, :, p.columns(p.sizes.window * window + chunk)]
+    pairs = p.sizes.state_pairs or ((0, 0),)
+    return accumulate(p, SQUARE, [(terms[i], keys.at[j].T) for i, j in pairs])
