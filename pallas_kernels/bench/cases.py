@@ -18,6 +18,8 @@ from pallas_kernels.bench.operands import Shape, make_operands, make_state
 from pallas_kernels.bench.settings import Settings
 from pallas_kernels.bench.traffic import CONV_WIDTH
 from pallas_kernels.bench.trees import Tree
+from pallas_kernels.padding import round_up
+from pallas_kernels.wy_solve.sizes import PATH_BLOCK
 
 BASES = 4
 """Layers drawn by NumPy, unless the heads are too few to make all others from them."""
@@ -62,7 +64,7 @@ class Case:
       stacked: operands of all layers [L, B, N, ...].
       layers: the same, one layer each, so that no program slices.
       u: [L, B, N, Hv, dv] pseudo-values to commit, arbitrary.
-      factors: [B, P, ...] a layer: the published path's rows of k, u and g.
+      factors: [B, P, ...] a layer: the published path's rows of k, u and g, P a multiple of 16.
       nodes: [B, P] the published path, -1 padded; ``length`` [B].
     """
 
@@ -113,7 +115,8 @@ def make_case(settings: Settings, batch: int, tree: Tree, layers: int, kind: str
     path = tree.published
     nodes = np.full((batch, tree.bound), -1, np.int32)
     nodes[:, : len(path)] = path
-    rows = jnp.asarray(np.where(nodes[0] < 0, 0, nodes[0]))
+    rows = np.zeros(round_up(tree.bound, PATH_BLOCK), np.int32)  # a length that costs no padding
+    rows[: len(path)] = path
     return Case(
         settings=settings,
         tree=tree,
@@ -123,7 +126,8 @@ def make_case(settings: Settings, batch: int, tree: Tree, layers: int, kind: str
         layers=tuple(Layer(*(_layer(x, i) for x in stacked)) for i in range(layers)),
         u=u,
         factors=tuple(
-            Factors(*(_rows(x, i, rows) for x in (stacked.k, u, stacked.g))) for i in range(layers)
+            Factors(*(_rows(x, i, jnp.asarray(rows)) for x in (stacked.k, u, stacked.g)))
+            for i in range(layers)
         ),
         parent=_tile(tree.padded_parents(), batch),
         size=jnp.full(batch, tree.size, jnp.int32),

@@ -48,8 +48,12 @@ def solve(
         inputs = SimpleNamespace(**dict(zip(names, refs, strict=False)), R=refs[len(names)])
         b, h = lax.axis_index("b"), lax.axis_index("h")
         out, u = refs[len(names) + 1 :]
-        state, later = scratch.pop("shared")
-        shared = {"state": state} | dict(zip(("products", "u", "coupling"), later, strict=False))
+        state, (products, pseudo_values) = scratch.pop("shared")
+        shared = {"state": state, "products": products, "u": pseudo_values}
+        if sizes.path:
+            path, coupling = scratch.pop("early")
+            shared |= {"coupling": coupling}
+            shared |= dict(zip(("path_k", "path_u", "path_g"), path, strict=True))
         run(
             Program(
                 sizes=sizes,
@@ -113,8 +117,7 @@ def run(p: Program) -> None:
 def run_segment(p: Program, segment: jax.Array, first: bool) -> None:
     """Solve 32 rows of the tree: couplings to all rows before, products, substitution, outputs.
 
-    ``first`` is for a segment that has none before it. Without a path to commit it couples while
-    the state arrives.
+    ``first`` is for a segment that has none before it: it couples while the state arrives.
     """
     commits = first and p.sizes.path > 0
     start = SEGMENT * segment
@@ -134,7 +137,8 @@ def run_segment(p: Program, segment: jax.Array, first: bool) -> None:
     sum_decays(p, segment, seen)
     if commits:
         commit_path(p)
-    elif first:
+        together(p)  # the couplings take the place of the path
+    if first:
         couple(p, segment, segment, seen, p.s.kq)
     products = tensor_cores.products(p, commits)
     if commits:
@@ -145,7 +149,6 @@ def run_segment(p: Program, segment: jax.Array, first: bool) -> None:
     together(p)
     if not first:
         add_earlier_segments(p, segment)
-    if commits or not first:
         couple(p, segment, segment, seen, p.s.kq)
         together(p)
     substitution.run_segment(p, start)

@@ -1,6 +1,9 @@
 """What the parts of a running WY program share: its place in the grid and its memory."""
 
 import dataclasses
+from collections.abc import Sequence
+from functools import reduce
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -90,19 +93,24 @@ def together(p: Program) -> None:
     plgpu.barrier_wait(p.s.together)
 
 
-def accumulate(p: Program, shape: tuple[int, int], factors: list[tuple[Any, Ref]]) -> jax.Array:
-    """The sum of products x y, tiles or SMEM of bfloat16 (or tf32) terms, on the tensor cores."""
+def accumulate(p: Program, shape: tuple[int, int], *parts: Sequence[tuple[Any, Ref]]) -> jax.Array:
+    """The sum of products x y of bfloat16 (or tf32) terms, tiles or SMEM, on the tensor cores.
+
+    Each part has an accumulator of its own, and the parts are added in registers.
+    """
     if p.interpreted:
-        wide = [(x[...].astype(jnp.float32), y[...].astype(jnp.float32)) for x, y in factors]
+        wide = [(x[...].astype(jnp.float32), y[...].astype(jnp.float32)) for x, y in chain(*parts)]
         return sum(jnp.dot(x, y, precision="highest") for x, y in wide)
 
-    def scoped(total):
-        for x, y in factors:
-            plgpu.wgmma(total, x, y)
-        return total[...]
+    def scoped(*sums):
+        for total, part in zip(sums, parts, strict=True):
+            for x, y in part:
+                plgpu.wgmma(total, x, y)
+        return [total[...] for total in sums]
 
-    total = pl.run_scoped(scoped, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
-    return lax.optimization_barrier(total)
+    accumulator = plgpu.WGMMAAccumulatorRef(shape, jnp.float32)
+    sums = pl.run_scoped(scoped, *[accumulator] * len(parts))
+    return reduce(jnp.add, map(lax.optimization_barrier, sums))
 
 
 def pick(tile: jax.Array, column: Any, layout: Any) -> jax.Array:

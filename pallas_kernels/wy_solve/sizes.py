@@ -107,21 +107,21 @@ class Sizes:
 def scratch_types(sizes: Sizes) -> dict[str, Any]:
     """SMEM of one program; each warpgroup has its own ``lines`` and ``past``.
 
-    The state is multiplied before anything is solved: it shares its memory with what comes later,
-    which leaves room for a second program on a multiprocessor.
+    What is needed early shares its memory with what comes later, which leaves room for a second
+    program on a multiprocessor: the state with the products and solution, the path with couplings.
     """
     width, rows, f32 = sizes.key_dim, sizes.segment_rows, jnp.float32
     state = swizzled((2 * HALF, sizes.window * sizes.chunk), f32, sizes.chunk)
     products = swizzled((CHANNELS, 2 * SEGMENT), f32, BLOCK)
-    coupling = plgpu.SMEM((SEGMENT, 2 * SEGMENT), f32)
     later = (products, plgpu.SMEM((rows, CHANNELS), f32))
+    coupling = plgpu.SMEM((SEGMENT, 2 * SEGMENT), f32)
     operand = f32 if sizes.tf32 else jnp.bfloat16
     types: dict[str, Any] = {
         "kq": _operands((sizes.terms, 2 * SEGMENT, width), operand),
         "v": plgpu.SMEM((rows, CHANNELS), sizes.dtype),
         "gates": swizzled((2, 2 * SEGMENT, BLOCK), f32, BLOCK),
         "lines": plgpu.SMEM((2, 4, 2 * SEGMENT), f32),
-        "shared": plgpu.RefUnion(state, (*later, coupling) if sizes.path else later),
+        "shared": plgpu.RefUnion(state, later),
         "loaded": plgpu.Barrier(num_arrivals=5),
         "arrived": plgpu.Barrier(num_arrivals=1, num_barriers=2),
         "together": plgpu.Barrier(num_arrivals=2),
@@ -137,9 +137,12 @@ def scratch_types(sizes: Sizes) -> dict[str, Any]:
         types["fetched"] = plgpu.Barrier(num_arrivals=1)
     if sizes.path:
         terms = (sizes.path_terms, sizes.path, width)
-        types["path_k"] = swizzled(terms, jnp.bfloat16, PATH_BLOCK)
-        types["path_u"] = plgpu.SMEM((sizes.path, CHANNELS), f32)
-        types["path_g"] = plgpu.SMEM((sizes.path, BLOCK), f32)
+        path = (
+            swizzled(terms, jnp.bfloat16, PATH_BLOCK),
+            plgpu.SMEM((sizes.path, CHANNELS), f32),
+            plgpu.SMEM((sizes.path, BLOCK), f32),
+        )
+        types["early"] = plgpu.RefUnion(path, coupling)
         types["path_loaded"] = plgpu.Barrier(num_arrivals=sizes.path_terms + 2)
     return types
 

@@ -6,8 +6,6 @@ digits off at every addition, so only the 32 columns of a chunk are added up the
 first, and chunks are added in registers. Tiles are in the ``WG`` layout.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -60,17 +58,11 @@ def couplings(p: Program, keys: Ref, seen: jax.Array, G_keys: jax.Array) -> jax.
     """
     pairs = p.sizes.key_pairs or ((0, 0),)
     mine = pl.ds(KEYS * p.group, KEYS)
-    gram = functools.reduce(
-        jnp.add,
-        [
-            accumulate(
-                p,
-                COUPLING,
-                [(p.s.kq.at[i, :, columns], keys.at[j, mine, columns].T) for i, j in pairs],
-            )
-            for columns in map(p.columns, range(p.sizes.chunks))
-        ],
-    )
+    parts = [
+        [(p.s.kq.at[i, :, columns], keys.at[j, mine, columns].T) for i, j in pairs]
+        for columns in map(p.columns, range(p.sizes.chunks))
+    ]
+    gram = accumulate(p, COUPLING, *parts)
     G, minus_beta = (load(p.s.lines.at[p.group, line], ROWS) for line in (0, 1))
     # The difference is masked before exp: exp of a positive difference overflows.
     difference = along_rows(G, COUPLING) - along_columns(G_keys, COUPLING)
