@@ -115,8 +115,9 @@ def make_case(settings: Settings, batch: int, tree: Tree, layers: int, kind: str
     path = tree.published
     nodes = np.full((batch, tree.bound), -1, np.int32)
     nodes[:, : len(path)] = path
-    rows = np.zeros(round_up(tree.bound, PATH_BLOCK), np.int32)  # a length that costs no padding
-    rows[: len(path)] = path
+    padded = np.zeros(round_up(tree.bound, PATH_BLOCK), np.int32)  # a length that costs no copy
+    padded[: len(path)] = path
+    rows = jnp.asarray(padded)
     return Case(
         settings=settings,
         tree=tree,
@@ -126,8 +127,7 @@ def make_case(settings: Settings, batch: int, tree: Tree, layers: int, kind: str
         layers=tuple(Layer(*(_layer(x, i) for x in stacked)) for i in range(layers)),
         u=u,
         factors=tuple(
-            Factors(*(_rows(x, i, jnp.asarray(rows)) for x in (stacked.k, u, stacked.g)))
-            for i in range(layers)
+            Factors(*(_rows(x, i, rows) for x in (stacked.k, u, stacked.g))) for i in range(layers)
         ),
         parent=_tile(tree.padded_parents(), batch),
         size=jnp.full(batch, tree.size, jnp.int32),
