@@ -13,14 +13,15 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernel_cases import ancestors_of, expected, lower_for_h200, make_case, relative_rms
 
+import pallas_kernels.wy_solve
 from pallas_kernels.node_scan import node_scan
 from pallas_kernels.path_scan import path_scan
 from pallas_kernels.replay import replay
 from pallas_kernels.tree_conv import tree_conv
 from pallas_kernels.walk import plan
 from pallas_kernels.wy_commit import wy_commit
+from pallas_kernels.wy_solve import PathFactors, wy_commit_solve, wy_solve
 from pallas_kernels.wy_solve import mosaic_gpu as solve_kernel
-from pallas_kernels.wy_solve import wy_solve
 
 TREE = [-1, 0, 0, 1, 1, 3, 2]
 ERROR = 5e-7  # of a float32 recurrence over a few nodes
@@ -34,6 +35,14 @@ def scan(case, scan=path_scan):
 def solve(case, implementation="interpret"):
     rows = case.q, case.k, case.v, case.g, case.beta, ancestors_of(case), case.size
     return wy_solve(case.R, jnp.int32(case.layer), *rows, implementation=implementation)
+
+
+def fused(case):
+    """The first three rows of the case as the path before, then the case."""
+    previous = PathFactors(case.k, case.v, case.g, jnp.full(len(case.trees), 3, jnp.int32))
+    rows = case.q, case.k, case.v, case.g, case.beta, ancestors_of(case), case.size
+    at = jnp.int32(case.layer)
+    return wy_commit_solve(case.R, at, previous, *rows, implementation="interpret")
 
 
 def publish(case, node, u=None):
@@ -86,6 +95,9 @@ OPERATIONS = {
     "node_scan": lambda case: scan(case, node_scan),
     "replay": lambda case: publish(case, 5),
     "wy_solve": lambda case: solve(case),
+    "wy_solve narrow": lambda case: solve(case),
+    "wy_commit_solve": lambda case: fused(case),
+    "wy_commit_solve narrow": lambda case: fused(case),
     "wy_commit": lambda case: publish(case, 5, solve(case, "xla")[1]),
     "tree_conv": lambda case: convolve(case),
 }
@@ -112,7 +124,11 @@ def races_found(monkeypatch):
     jax.clear_caches()  # kernels compiled without the detector
 
     def run(name):
-        case = make_case([TREE], 8, (1, 1), (32, 128 if name == "wy_solve" else 64), layers=1)
+        case = make_case([TREE], 8, (1, 1), (32, 64), layers=1)
+        if "solve" in name:
+            case = make_case([random_trees.chain(28)], 32, (1, 1), (32, 128), layers=1)
+        if "narrow" in name:
+            monkeypatch.setattr(pallas_kernels.wy_solve, "MULTIPROCESSORS", 0)
         try:
             jax.block_until_ready(OPERATIONS[name](case))
         except jax.errors.JaxRuntimeError as error:  # jax 0.12 raises at the first race

@@ -1,10 +1,10 @@
 """What is timed: one program over all layers for every operation and pair of operations.
 
 Each kernel call stands under a jit of its own, so that a program of 48 layers lowers the kernel
-once. Publishing programs take the pool donated and return it. Programs that verify and publish let
-the path depend on the outputs, as selecting one does, so that no state is written before it is
-read; gathering the path's rows of all layers is part of their time, as it is of a policy's. Tables
-of the tree (walk, ancestors) are computed outside, once for all layers.
+once. Publishing programs take the pool donated and return it, and read operands of all layers from
+one array each. Programs that verify and publish let the published length depend on the outputs, as
+selecting a path does, so that no state is written before it is read. Tables of the tree (walk,
+ancestors) are computed outside, once for all layers.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.bench.cases import Case, Factors, Layer
+from pallas_kernels.bench.cases import Case, Factors
 from pallas_kernels.node_scan import node_scan
 from pallas_kernels.path_scan import path_scan
 from pallas_kernels.replay import replay
@@ -150,59 +150,47 @@ def _path_factors(factors: Factors, length: jax.Array) -> PathFactors:
 
 
 def _path_scan_replay(case: Case) -> tuple[Callable, Any]:
-    verify, operands = _tree_scan(path_scan, case)
-    return _verify_and_publish(case, verify, operands, replay, _recorded)
+    return _verify_and_publish(_tree_scan(path_scan, case), _replay(case))
 
 
 def _wy_solve_replay(case: Case) -> tuple[Callable, Any]:
-    verify, operands = _wy_solve(case)
-    return _verify_and_publish(case, verify, operands, replay, _recorded)
+    return _verify_and_publish(_wy_solve(case), _replay(case))
+
+
+def _verify_and_publish(verify: tuple[Callable, Any], publish: tuple[Callable, Any]):
+    def step(pool, operands):
+        outputs, _ = verify[0](pool, operands[0])
+        *rest, length = operands[1]
+        _, pool = publish[0](pool, (*rest, _selected(outputs, length)))
+        return outputs, pool
+
+    return step, (verify[1], publish[1])
 
 
 def _wy_solve_commit(case: Case) -> tuple[Callable, Any]:
-    verify, operands = _wy_solve(case)
-    return _verify_and_publish(case, verify, operands, wy_commit, _factors)
-
-
-def _recorded(x: Layer, outputs: Any) -> tuple[jax.Array, ...]:
-    return x.k, x.v, x.alpha, x.beta
-
-
-def _factors(x: Layer, outputs: Any) -> tuple[jax.Array, ...]:
-    return x.k, outputs[1], x.g
-
-
-def _verify_and_publish(
-    case: Case, verify: Callable, operands: Any, publish: Callable, kept: Callable
-) -> tuple[Callable, Any]:
-    """All layers verify, then the path's rows of what they kept are gathered and published."""
-    call = jax.jit(partial(publish, implementation=case.settings.implementation))
+    """The solves leave their pseudo-values where the commit of all layers reads them."""
+    solve = _solver(wy_solve, case)
+    commit = jax.jit(partial(wy_commit, implementation=case.settings.implementation))
 
     def step(pool, operands):
-        layers, nodes, length = operands[0][0], *operands[1:]
-        outputs, _ = verify(pool, operands[0])
-        nodes, length = _selected(outputs, nodes, length)
-        rows, ids = _path_rows(list(map(kept, layers, outputs)), nodes, length)
-        return outputs, call(pool, *rows, ids, length)
+        layers, ancestors, size, k, g, nodes, length = operands
+        U, outputs = jnp.empty(case.u.shape, case.u.dtype), []
+        for i, x in enumerate(layers):
+            rows = x.q, x.k, x.v, x.g, x.beta
+            out, U = solve(pool, jnp.int32(i), *rows, ancestors, size, U=U)
+            outputs.append(out)
+        pool = commit(pool, k, U, g, nodes, _selected(outputs, length))
+        return tuple(outputs), pool
 
-    return step, (operands, case.nodes, case.length)
-
-
-def _path_rows(kept: list[tuple], nodes: jax.Array, length: jax.Array) -> tuple[tuple, jax.Array]:
-    """The path's rows of each array of all layers [L, B, P, ...], and their ids [B, P]."""
-    take = jax.vmap(lambda x, rows: x[rows])
-    rows = jnp.maximum(nodes, 0)
-    ids = jnp.broadcast_to(jnp.arange(nodes.shape[1], dtype=jnp.int32)[None], nodes.shape)
-    ids = jnp.where(ids < length[:, None], ids, -1)
-    arrays = zip(*kept, strict=True)
-    return tuple(jnp.stack([take(x, rows) for x in layers]) for layers in arrays), ids
+    tables = case.ancestors, case.size
+    return step, (case.layers, *tables, case.stacked.k, case.stacked.g, case.nodes, case.length)
 
 
-def _selected(outputs: Any, nodes: jax.Array, length: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The path and its length, known only once every layer has its outputs."""
+def _selected(outputs: Any, length: jax.Array) -> jax.Array:
+    """``length``, known only once every layer has its outputs."""
     first = [jax.tree.leaves(layer)[0] for layer in outputs]
-    failed = jnp.isnan(jnp.stack([x[(0,) * x.ndim] for x in first]).sum())
-    return jnp.where(failed, -1, nodes), jnp.where(failed, 0, length)
+    seen = jnp.stack([x[(0,) * x.ndim] for x in first])
+    return jnp.where(jnp.isnan(seen.sum()), 0, length)
 
 
 def _solver(function: Callable, case: Case) -> Callable:

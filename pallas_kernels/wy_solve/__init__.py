@@ -26,6 +26,7 @@ from pallas_kernels.wy_solve.sizes import (
     CHANNELS,
     CHUNK,
     HALF,
+    MULTIPROCESSORS,
     PATH_BLOCK,
     PRECISIONS,
     SEGMENT,
@@ -65,6 +66,7 @@ def wy_solve(
     *,
     precision: str = "ieee",
     order: jax.Array | None = None,
+    U: jax.Array | None = None,
     implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
     """Outputs and pseudo-values of every row, both [B, N, Hv, dv] float32.
@@ -80,13 +82,16 @@ def wy_solve(
       precision: of the matrix products. "ieee" keeps the error of the sequential recurrence,
         "bf16x3" about 1e-5, "tf32" about 1e-3. The substitution is float32 in all of them.
       order: [B, N] int32 rows in a topological order; None if parents come before children.
+      U: [L, B, N, Hv, dv] float32, pseudo-values of all layers, as ``wy_commit`` takes them. If
+        given, it is returned with those of ``layer`` written into it: in place if donated, N is a
+        multiple of 8 (of 32 above 32), dv of 128 and ``order`` None; through a copy otherwise.
       implementation: "auto", "xla", "mosaic_gpu" or "interpret".
 
     Raises:
       ValueError: unknown precision, or the kernel was asked for where it cannot run.
     """
     operands = (q, k, v, g, beta, ancestors, size)
-    out, u, _ = _solve(R, layer, None, operands, order, precision, implementation)
+    out, u, _ = _solve(R, layer, None, operands, order, U, precision, implementation)
     return out, u
 
 
@@ -112,7 +117,7 @@ def wy_commit_solve(
     leaves its state's bytes as they are.
     """
     operands = (q, k, v, g, beta, ancestors, size)
-    return _solve(R, layer, previous, operands, order, precision, implementation)
+    return _solve(R, layer, previous, operands, order, None, precision, implementation)
 
 
 def _solve(
@@ -121,6 +126,7 @@ def _solve(
     previous: PathFactors | None,
     operands: tuple[jax.Array, ...],
     order: jax.Array | None,
+    U: jax.Array | None,
     precision: str,
     implementation: str,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -134,13 +140,20 @@ def _solve(
     chosen = resolve(implementation, _unsupported(sizes, R, operands, previous))
     if chosen == "xla":
         out, u, R = _reference(R, layer, previous, operands, precision)
+    elif U is not None and order is None and _fits(sizes, U):
+        return _kernel(sizes, R, layer, previous, operands, U, chosen)
     else:
-        out, u, R = _kernel(sizes, R, layer, previous, operands, chosen)
+        out, u, R = _kernel(sizes, R, layer, previous, operands, None, chosen)
     out, u = out[:, :rows], u[:, :rows]
     if order is not None:
         back = jnp.argsort(order, axis=1)
         out, u = _take(out, back), _take(u, back)
-    return out, u, R
+    return out, u if U is None else U.at[layer].set(u), R
+
+
+def _fits(sizes: Sizes, U: jax.Array) -> bool:
+    """Whether the kernel can write into U, because it pads nothing."""
+    return U.shape[2] == sizes.rows and U.shape[4] % CHANNELS == 0
 
 
 def _take(x: jax.Array, order: jax.Array) -> jax.Array:
@@ -173,16 +186,18 @@ def _sizes(
     R: jax.Array, operands: tuple[jax.Array, ...], previous: PathFactors | None, precision: str
 ) -> Sizes:
     _, k, v = operands[:3]
-    rows = k.shape[1]
+    batch, rows, heads, value_dim = v.shape
+    programs = batch * heads * -(-value_dim // CHANNELS)
     return Sizes(
-        batch=k.shape[0],
+        batch=batch,
         rows=round_up(rows, BLOCK if rows <= SEGMENT else SEGMENT),
         key_heads=k.shape[2],
-        value_heads=v.shape[2],
+        value_heads=heads,
         key_dim=round_up(k.shape[3], 16 if k.shape[3] <= 16 else CHUNK),
-        value_dim=round_up(v.shape[3], HALF),
+        value_dim=round_up(value_dim, HALF),
         dtype=k.dtype,
         precision=precision,
+        wide=programs <= MULTIPROCESSORS and rows <= SEGMENT,
         path=0 if previous is None else round_up(previous.k.shape[1], PATH_BLOCK),
     )
 
@@ -214,6 +229,7 @@ def _kernel(
     layer: jax.Array,
     previous: PathFactors | None,
     operands: tuple[jax.Array, ...],
+    U: jax.Array | None,
     chosen: str,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     q, k, v, g, beta, ancestors, size = operands
@@ -241,7 +257,7 @@ def _kernel(
             "path_g": pad_axis(pad_axis(previous.g, 2, heads), 1, sizes.path),
             "path_length": previous.length,
         }
-    out, u, pool = _call(sizes, arrays, pool, chosen)
+    out, u, pool = _call(sizes, arrays, pool, U, chosen)
     if pool.shape == R.shape:
         R = pool
     elif previous is not None:
@@ -251,14 +267,15 @@ def _kernel(
 
 @functools.partial(jax.jit, static_argnames=("sizes", "chosen"))
 def _call(
-    sizes: Sizes, arrays: dict[str, jax.Array], pool: jax.Array, chosen: str
+    sizes: Sizes, arrays: dict[str, jax.Array], pool: jax.Array, U: jax.Array | None, chosen: str
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """One launch; jitted by itself so that many layers of a model compile it once."""
-    if not sizes.path:
-        return *mosaic_gpu.solve(sizes, arrays, pool, interpreter(chosen)), pool
-    shared = jax.new_ref(pool)
-    out, u = mosaic_gpu.solve(sizes, arrays, shared, interpreter(chosen))
-    return out, u, jax.freeze(shared)
+    state = jax.new_ref(pool) if sizes.path else pool
+    kept = None if U is None else jax.new_ref(U)
+    out, u = mosaic_gpu.solve(sizes, arrays, state, kept, interpreter(chosen))
+    if kept is not None:
+        u = jax.freeze(kept)
+    return out, u, jax.freeze(state) if sizes.path else pool
 
 
 def _path_terms(sizes: Sizes, previous: PathFactors) -> jax.Array:

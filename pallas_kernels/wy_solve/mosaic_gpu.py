@@ -2,12 +2,16 @@
 
 Two warpgroups share a program. Each multiplies its 64 rows of R0 with all keys and queries on the
 tensor cores. Then the first solves for U by forward substitution and the second forms the outputs
-one block behind it. K K^T and Q K^T are formed by every value head: handing them over from one
-program a key head would cost a launch, recomputing them costs 8 tensor-core instructions.
+one block behind it. Where programs are too few to fill the GPU, each has two more warpgroups: they
+prepare while the others multiply, and then help them.
+
+K K^T and Q K^T are formed by every value head: handing them over from one program a key head would
+cost a launch, recomputing them costs 8 tensor-core instructions.
 
 Rows are in topological order. Trees of more than 32 rows go in segments of 32.
 """
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,16 +26,16 @@ from pallas_kernels.tiles import COLS, ROWS, WG, Ref, along_columns, along_rows,
 from pallas_kernels.wy_solve import substitution, tensor_cores
 from pallas_kernels.wy_solve.path import commit_path, stage_path
 from pallas_kernels.wy_solve.program import Program, pick, together
-from pallas_kernels.wy_solve.sizes import BLOCK, CHANNELS, HALF, SEGMENT, Sizes, scratch_types
+from pallas_kernels.wy_solve.sizes import BLOCK, CHANNELS, SEGMENT, Sizes, scratch_types
 
 INPUTS = ("layer", "count", "seen", "q", "k", "v", "g", "beta")
 PATH = ("path_k", "path_u", "path_g", "path_length")
 
 
 def solve(
-    sizes: Sizes, arrays: dict[str, jax.Array], R: Any, interpret: Any
-) -> tuple[jax.Array, jax.Array]:
-    """Outputs and U, both [B, N, Hv, dv] float32; dv is that of the padded ``v``.
+    sizes: Sizes, arrays: dict[str, jax.Array], R: Any, U: Any, interpret: Any
+) -> tuple[jax.Array, Any]:
+    """Outputs and pseudo-values, both [B, N, Hv, dv] float32; dv is that of the padded ``v``.
 
     Args:
       arrays: ``INPUTS``, and ``PATH`` if ``sizes.path``: layer [1], count [B]; seen
@@ -39,6 +43,7 @@ def solve(
         or descends from row j of the second; q, k, v as in the contract; g and beta [B, N, 8 n];
         the path's factors, padded alike.
       R: the pool, an array, or a mutable reference if a path is committed first.
+      U: a mutable reference [L, B, N, Hv, dv] for the pseudo-values, returned as it is; or None.
     """
     names = (*INPUTS, *(PATH if sizes.path else ()))
     width = arrays["v"].shape[-1]
@@ -47,7 +52,12 @@ def solve(
     def program(*refs, **scratch):
         inputs = SimpleNamespace(**dict(zip(names, refs, strict=False)), R=refs[len(names)])
         b, h = lax.axis_index("b"), lax.axis_index("h")
-        out, u = refs[len(names) + 1 :]
+        layer = inputs.layer[0]
+        if U is None:
+            out, u = refs[len(names) + 1 :]
+        else:
+            pool, out = refs[len(names) + 1 :]
+            u = pool.at[layer]
         state, (products, pseudo_values) = scratch.pop("shared")
         shared = {"state": state, "products": products, "u": pseudo_values}
         if sizes.path:
@@ -62,7 +72,7 @@ def solve(
                 b=b,
                 h=h,
                 tile=lax.axis_index("tile"),
-                layer=inputs.layer[0],
+                layer=layer,
                 count=inputs.count[b],
                 length=inputs.path_length[b] if sizes.path else 0,
                 s=SimpleNamespace(**scratch, **shared),
@@ -74,17 +84,18 @@ def solve(
 
     kernel = plgpu.kernel(
         program,
-        out_type=[rows, rows],
+        out_type=[rows, rows] if U is None else [rows],
         grid=(sizes.batch, sizes.value_heads, width // CHANNELS),
         grid_names=("b", "h", "tile"),
-        num_threads=2,
+        num_threads=sizes.warpgroups,
         thread_name="group",
         scratch_types=scratch_types(sizes),
         compiler_params=tiles.compiler_params(),
         interpret=interpret,
         kernel_name="wy_solve",
     )
-    return kernel(*(arrays[name] for name in names), R)
+    results = kernel(*(arrays[name] for name in names), R, *([] if U is None else [U]))
+    return (*results, U)[:2]
 
 
 def run(p: Program) -> None:
@@ -128,30 +139,46 @@ def run_segment(p: Program, segment: jax.Array, first: bool) -> None:
         if commits:
             stage_path(p)
 
-    tensor_cores.fetch_state(p, 0)
+    multiplies, prepares = (p.group < 2, p.group >= 2) if p.sizes.wide else (True, True)
+    when(multiplies, lambda: tensor_cores.fetch_state(p, 0))
     seen = load(p.inputs.seen.at[p.b, segment, segment], ROWS)
     plgpu.barrier_wait(p.s.loaded)
     if p.sizes.staged:
         tensor_cores.convert(p, p.s.kq)
         together(p)
-    sum_decays(p, segment, seen)
-    if commits:
-        commit_path(p)
-        together(p)  # the couplings take the place of the path
-    if first:
-        couple(p, segment, segment, seen, p.s.kq)
-    products = tensor_cores.products(p, commits)
-    if commits:
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    together(p)  # the products take the place of the state
-    mine = p.s.products.at[pl.ds(HALF * p.group, HALF), pl.ds(0, 2 * SEGMENT)]
-    mine[...] = products
+
+    def prepare():
+        sum_decays(p, segment, seen)
+        if commits and not p.sizes.wide:
+            commit_path(p)
+            together(p)  # the couplings take the place of the path
+        if first:
+            couple(p, segment, segment, seen, p.s.kq)
+        if p.sizes.wide:
+            together(p)
+
+    def multiply():
+        if commits and p.sizes.wide:
+            commit_path(p)
+        total = tensor_cores.products(p, commits)
+        if commits:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        together(p)  # the products take the place of the state
+        p.s.products.at[p.rows, pl.ds(0, 2 * SEGMENT)][...] = tensor_cores.scaled(p, total)
+
+    when(prepares, prepare)
+    when(multiplies, multiply)
     together(p)
     if not first:
         add_earlier_segments(p, segment)
         couple(p, segment, segment, seen, p.s.kq)
         together(p)
     substitution.run_segment(p, start)
+
+
+def when(condition: Any, action: Callable[[], None]) -> None:
+    """``pl.when`` for a condition that may be known to hold."""
+    action() if condition is True else pl.when(condition)(action)
 
 
 def stage_rows(p: Program, start: jax.Array) -> None:
@@ -171,14 +198,14 @@ def stage_rows(p: Program, start: jax.Array) -> None:
 def sum_decays(p: Program, segment: jax.Array, seen: jax.Array) -> None:
     """Write this warpgroup's ``lines``: log decays G, -beta (of the first 32 rows), exp G and g."""
     s, head = p.s, p.h % BLOCK
-    line = s.lines.at[p.group]
+    line = s.lines.at[p.half]
     g, beta = (pick(load(s.gates.at[which], WG), head, WG) for which in (0, 1))
     line.at[1][...] = -beta
     line.at[3][...] = g
     plgpu.commit_smem()
     G = _decay_from(seen, line.at[3])
     if p.sizes.segments > 1:
-        past = s.past.at[p.group]
+        past = s.past.at[p.half]
         past.at[0, segment][...] = g
 
         def add(source, G):
@@ -210,12 +237,12 @@ def couple(p: Program, segment: jax.Array, source: jax.Array, seen: jax.Array, k
 
     Each warpgroup takes half of the keys; both must have arrived before a line is read.
     """
-    shape, first = tensor_cores.COUPLING, tensor_cores.KEYS * p.group
+    shape, first = tensor_cores.COUPLING, tensor_cores.KEYS * p.half
     row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=WG)
     key = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WG) + first
     # L is strictly lower; an output reads its own row's pseudo-value too.
     enters = _sees(seen, shape, first) & ((key != row) | (segment != source))
-    G = p.s.lines.at[p.group, 0] if segment is source else p.s.past.at[p.group, 1, source]
+    G = p.s.lines.at[p.half, 0] if segment is source else p.s.past.at[p.half, 1, source]
     mine = pl.ds(first, tensor_cores.KEYS)
     tile = tensor_cores.couplings(p, keys, enters, load(G.at[mine], COLS))
     p.s.coupling.at[mine].T[...] = plgpu.layout_cast(tile, plgpu.Layout.WGMMA_TRANSPOSED)

@@ -23,7 +23,8 @@ class Program:
 
     Attributes:
       interpreted: True under the interpreter, which lacks wgmma with registers.
-      group: 0 solves, 1 reads; both multiply.
+      group: 0 solves, 1 reads; both multiply. In a wide program 2 and 3 prepare the couplings
+        meanwhile, then 2 helps to solve and 3 to read.
       b, h, tile: sequence, value head and tile of 128 value channels.
       layer: of the pool.
       count: active rows of the tree.
@@ -48,6 +49,11 @@ class Program:
     u: Ref
 
     @property
+    def half(self) -> Any:
+        """Of what two warpgroups share, the half that is this one's."""
+        return self.group % 2
+
+    @property
     def key_head(self) -> Any:
         return self.h // (self.sizes.value_heads // self.sizes.key_heads)
 
@@ -65,7 +71,7 @@ class Program:
         Past the last value row (dv = 64) the last rows are read again; nobody uses the result.
         """
         last = self.sizes.value_dim - HALF
-        first = jnp.minimum(self.tile * CHANNELS + self.group * HALF, last)
+        first = jnp.minimum(self.tile * CHANNELS + self.half * HALF, last)
         width = self.sizes.window * self.sizes.chunk
         rows, columns = pl.ds(first, HALF), pl.ds(width * window, width)
         return self.inputs.R.at[self.layer, self.b, self.h, rows, columns]
@@ -73,17 +79,17 @@ class Program:
     @property
     def rows(self) -> Any:
         """This warpgroup's rows of what SMEM holds of the state."""
-        return pl.ds(HALF * self.group, HALF)
+        return pl.ds(HALF * self.half, HALF)
 
     @property
     def arrived(self) -> Ref:
         """The barrier of this warpgroup's part of the state."""
-        return self.s.arrived.at[self.group]
+        return self.s.arrived.at[self.half]
 
     @property
     def owns_state(self) -> Any:
         """False for a warpgroup that reads somebody else's rows."""
-        return self.tile * CHANNELS + self.group * HALF < self.sizes.value_dim
+        return self.tile * CHANNELS + self.half * HALF < self.sizes.value_dim
 
 
 def together(p: Program) -> None:

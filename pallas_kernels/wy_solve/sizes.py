@@ -4,6 +4,7 @@ import dataclasses
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -18,6 +19,7 @@ CHUNK = 32  # columns of R0 that are split and multiplied at a time
 WINDOW = 4  # chunks of R0 that SMEM holds, at most
 PATH_BLOCK = 16  # rows of a path that are multiplied at a time
 SMEM_LIMIT = 227 * 1024
+MULTIPROCESSORS = 132  # of an H100 SXM or H200
 
 PAIRS = {
     # (term of the left factor, term of the right one): smallest products first.
@@ -35,6 +37,7 @@ class Sizes:
 
     Attributes:
       rows: N, rows of a tree.
+      wide: four warpgroups a program, where no multiprocessor would have a second program.
       path: rows of the previous path that is committed first, padded to 16; 0 for none.
     """
 
@@ -46,7 +49,12 @@ class Sizes:
     value_dim: int
     dtype: Any
     precision: str
+    wide: bool = False
     path: int = 0
+
+    @property
+    def warpgroups(self) -> int:
+        return 4 if self.wide else 2
 
     @property
     def segment_rows(self) -> int:
@@ -105,10 +113,11 @@ class Sizes:
 
 
 def scratch_types(sizes: Sizes) -> dict[str, Any]:
-    """SMEM of one program; each warpgroup has its own ``lines`` and ``past``.
+    """SMEM of one program; ``lines`` and ``past`` are there twice, for two warpgroups.
 
     What is needed early shares its memory with what comes later, which leaves room for a second
-    program on a multiprocessor: the state with the products and solution, the path with couplings.
+    program on a multiprocessor: the state with the products and solution, the path with couplings
+    (these only if the program is not wide).
     """
     width, rows, f32 = sizes.key_dim, sizes.segment_rows, jnp.float32
     state = swizzled((2 * HALF, sizes.window * sizes.chunk), f32, sizes.chunk)
@@ -124,8 +133,9 @@ def scratch_types(sizes: Sizes) -> dict[str, Any]:
         "shared": plgpu.RefUnion(state, later),
         "loaded": plgpu.Barrier(num_arrivals=5),
         "arrived": plgpu.Barrier(num_arrivals=1, num_barriers=2),
-        "together": plgpu.Barrier(num_arrivals=2),
+        "together": plgpu.Barrier(num_arrivals=sizes.warpgroups),
         "solved": plgpu.Barrier(num_arrivals=1, num_barriers=rows // BLOCK),
+        "helped": plgpu.Barrier(num_arrivals=1, num_barriers=rows // BLOCK),
     }
     if not sizes.path:
         types["coupling"] = coupling
@@ -142,7 +152,7 @@ def scratch_types(sizes: Sizes) -> dict[str, Any]:
             plgpu.SMEM((sizes.path, CHANNELS), f32),
             plgpu.SMEM((sizes.path, BLOCK), f32),
         )
-        types["early"] = plgpu.RefUnion(path, coupling)
+        types["early"] = (path, coupling) if sizes.wide else plgpu.RefUnion(path, coupling)
         types["path_loaded"] = plgpu.Barrier(num_arrivals=sizes.path_terms + 2)
     return types
 
@@ -150,11 +160,10 @@ def scratch_types(sizes: Sizes) -> dict[str, Any]:
 def smem_bytes(sizes: Sizes) -> int:
     """Bytes of SMEM of one program: Pallas starts every array at a multiple of 1024."""
     total = 1024  # barriers
-    for smem in scratch_types(sizes).values():
-        if isinstance(smem, plgpu.Barrier):
-            continue
-        size = math.prod(smem.shape) * jnp.dtype(smem.dtype).itemsize
-        total += round_up(size, 1024)
+    for smem in jax.tree.leaves(scratch_types(sizes)):
+        if not isinstance(smem, plgpu.Barrier):
+            size = math.prod(smem.shape) * jnp.dtype(smem.dtype).itemsize
+            total += round_up(size, 1024)
     return total
 
 

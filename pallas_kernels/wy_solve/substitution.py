@@ -25,18 +25,47 @@ TILE = (CHANNELS, BLOCK)
 def run_segment(p: Program, start: jax.Array) -> None:
     """Pseudo-values by group 0, and outputs by group 1 as soon as a block is solved.
 
-    Pseudo-values go to SMEM for the outputs and to GMEM for the commit. Both groups take in the
-    blocks before theirs by the same code: stating it once halves the time to compile.
+    Pseudo-values go to SMEM for the outputs and to GMEM for the commit. All groups take in earlier
+    blocks by the same code: stating it once halves the time to compile. In a wide program group 3
+    reads every second block, and group 2 takes in for group 0 all blocks but the last one before.
     """
+    blocks, wide = _blocks(p, start), p.sizes.wide
+    reads = p.half == 1
+    first, step, behind = 0, 1, 0
+    if wide:
+        first, step = jnp.where(reads, p.group // 2, 0), jnp.where(reads, 2, 1)
+        behind = jnp.where(p.group == 2, 1, 0)
 
-    def run_block(block, carry):
+    def run_block(n, carry):
+        block = first + step * n
+        if wide:
+            _wait_in_turn(p, block)
         X = load(_columns(p, block), CHANNEL_TILE)
-        X = lax.fori_loop(0, block, functools.partial(_add_block, p, block), X)
+        done = jnp.where(p.group == 0, jnp.maximum(block - 1, 0), 0) if wide else 0
+        X = lax.fori_loop(done, block - behind, functools.partial(_add_block, p, block), X)
         pl.when(p.group == 0)(lambda: _solve_block(p, start, block, X))
-        pl.when(p.group == 1)(lambda: _read_block(p, start, block, X))
+        pl.when(reads)(lambda: _read_block(p, start, block, X))
+        if wide:
+            pl.when((p.group == 2) & (block > 1))(lambda: _hand_over(p, block, X))
         return carry
 
-    lax.fori_loop(0, _blocks(p, start), run_block, 0)
+    lax.fori_loop(0, (blocks - first + step - 1) // step, run_block, 0)
+
+
+def _wait_in_turn(p: Program, block: jax.Array) -> None:
+    """Wait for what a warpgroup of a wide program takes in, and nobody twice for the same."""
+    solved = p.s.solved
+    ready = p.s.helped.at[block]
+    pl.when((p.group == 0) & (block > 1))(lambda: plgpu.barrier_wait(ready))
+    before = solved.at[jnp.maximum(block - 1, 0)]
+    pl.when((p.half == 1) & (block > 0))(lambda: plgpu.barrier_wait(before))
+    second = solved.at[jnp.maximum(block - 2, 0)]
+    pl.when((p.group == 2) & (block > 1))(lambda: plgpu.barrier_wait(second))
+
+
+def _hand_over(p: Program, block: jax.Array, X: jax.Array) -> None:
+    _columns(p, block)[...] = X
+    plgpu.barrier_arrive(p.s.helped.at[block])
 
 
 def _solve_block(p: Program, start: jax.Array, block: jax.Array, X: jax.Array) -> None:
@@ -118,12 +147,12 @@ def _blocks(p: Program, start: jax.Array) -> jax.Array:
 
 def _columns(p: Program, block: jax.Array) -> Ref:
     """Eight columns of this group's half of ``products``: right sides, or outputs of R0 alone."""
-    return p.s.products.at[:, pl.ds(SEGMENT * p.group + BLOCK * block, BLOCK)]
+    return p.s.products.at[:, pl.ds(SEGMENT * p.half + BLOCK * block, BLOCK)]
 
 
 def _line(p: Program, row: jax.Array, block: jax.Array) -> jax.Array:
     """How row ``row``'s pseudo-value enters the eight columns of a block."""
-    columns = pl.ds(SEGMENT * p.group + BLOCK * block, BLOCK)
+    columns = pl.ds(SEGMENT * p.half + BLOCK * block, BLOCK)
     return load(p.s.coupling.at[row, columns], PER_ROW)
 
 

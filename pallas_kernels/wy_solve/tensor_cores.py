@@ -38,7 +38,7 @@ def convert(p: Program, to: Ref) -> None:
     for chunk in range(p.sizes.chunks):
         columns = p.columns(chunk)
 
-        @pl.when(p.group == chunk % 2)
+        @pl.when(p.group == chunk % p.sizes.warpgroups)
         def _(columns=columns):
             raw = load(p.s.raw.at[:, columns], WG)
             terms = (raw,) if p.sizes.tf32 else split_bf16(raw, p.sizes.terms)
@@ -57,13 +57,13 @@ def couplings(p: Program, keys: Ref, seen: jax.Array, G_keys: jax.Array) -> jax.
       G_keys: [16] cumulative log decays of the keys.
     """
     pairs = p.sizes.key_pairs or ((0, 0),)
-    mine = pl.ds(KEYS * p.group, KEYS)
+    mine = pl.ds(KEYS * p.half, KEYS)
     parts = [
         [(p.s.kq.at[i, :, columns], keys.at[j, mine, columns].T) for i, j in pairs]
         for columns in map(p.columns, range(p.sizes.chunks))
     ]
     gram = accumulate(p, COUPLING, *parts)
-    G, minus_beta = (load(p.s.lines.at[p.group, line], ROWS) for line in (0, 1))
+    G, minus_beta = (load(p.s.lines.at[p.half, line], ROWS) for line in (0, 1))
     # The difference is masked before exp: exp of a positive difference overflows.
     difference = along_rows(G, COUPLING) - along_columns(G_keys, COUPLING)
     decay = jnp.exp(jnp.where(seen, difference, 0.0))
@@ -78,7 +78,7 @@ def fetch_state(p: Program, window: int | jax.Array) -> None:
 
 
 def products(p: Program, committed: bool) -> jax.Array:
-    """[64, 64]: R0 k_i times -beta_i exp(G_i), then R0 q_i times exp(G_i); R0 is read once.
+    """[64, 64]: R0 k_i, then R0 q_i of this warpgroup's rows of R0, which are read once.
 
     ``committed``: the whole state has arrived, and a path was committed into it.
     """
@@ -105,8 +105,12 @@ def products(p: Program, committed: bool) -> jax.Array:
         return total
 
     total = plgpu.layout_cast(jnp.zeros(SQUARE, jnp.float32), WG)
-    total = lax.fori_loop(0, windows, add_window, total) if windows > 1 else add_window(0, total)
-    minus_beta, grown = (load(p.s.lines.at[p.group, line], COLS) for line in (1, 2))
+    return lax.fori_loop(0, windows, add_window, total) if windows > 1 else add_window(0, total)
+
+
+def scaled(p: Program, total: jax.Array) -> jax.Array:
+    """The products of R0 times -beta_i exp(G_i) in a key's column, exp(G_i) in a query's."""
+    minus_beta, grown = (load(p.s.lines.at[p.half, line], COLS) for line in (1, 2))
     is_key = plgpu.broadcasted_iota(jnp.int32, SQUARE, 1, layout=WG) < SEGMENT
     factor = along_columns(grown, SQUARE)
     return total * jnp.where(is_key, along_columns(minus_beta, SQUARE) * factor, factor)
