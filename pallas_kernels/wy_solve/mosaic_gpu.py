@@ -105,6 +105,15 @@ def run(p: Program) -> None:
         busy = busy | (p.length > 0)
     # Always true, and so makes the layer arrive with the count, not after it.
     busy = busy & (p.layer >= 0)
+    if p.sizes.wide:
+        # The copies start before it is known whether they are needed: few programs, little waste.
+        stage(p, 0, p.sizes.path > 0)
+
+        @pl.when(~busy)
+        def _():
+            plgpu.barrier_wait(p.s.loaded)
+            if p.sizes.path:
+                plgpu.barrier_wait(p.s.path_loaded)
 
     @pl.when(busy)
     def _():
@@ -133,12 +142,8 @@ def run_segment(p: Program, segment: jax.Array, first: bool) -> None:
     commits = first and p.sizes.path > 0
     start = SEGMENT * segment
 
-    @pl.when(p.group == 0)
-    def _():
-        stage_rows(p, start)
-        if commits:
-            stage_path(p)
-
+    if not p.sizes.wide:
+        stage(p, start, commits)
     multiplies, prepares = (p.group < 2, p.group >= 2) if p.sizes.wide else (True, True)
     when(multiplies, lambda: tensor_cores.fetch_state(p, 0))
     seen = load(p.inputs.seen.at[p.b, segment, segment], ROWS)
@@ -181,7 +186,17 @@ def when(condition: Any, action: Callable[[], None]) -> None:
     action() if condition is True else pl.when(condition)(action)
 
 
-def stage_rows(p: Program, start: jax.Array) -> None:
+def stage(p: Program, start: int | jax.Array, path: bool) -> None:
+    """Start copying what the products and the substitution need besides the state."""
+
+    @pl.when(p.group == 0)
+    def _():
+        stage_rows(p, start)
+        if path:
+            stage_path(p)
+
+
+def stage_rows(p: Program, start: int | jax.Array) -> None:
     """Start copying the operands of the segment's rows into SMEM."""
     s, rows = p.s, p.sizes.segment_rows
     here, eight = pl.ds(start, rows), pl.ds((p.h // BLOCK) * BLOCK, BLOCK)

@@ -31,9 +31,10 @@ def run_segment(p: Program, start: jax.Array) -> None:
     """
     blocks, wide = _blocks(p, start), p.sizes.wide
     reads = p.half == 1
-    first, step, behind = 0, 1, 0
+    first, step, turns, behind = 0, 1, blocks, 0
     if wide:
         first, step = jnp.where(reads, p.group // 2, 0), jnp.where(reads, 2, 1)
+        turns = jnp.where(reads, (blocks - first + 1) // 2, blocks)
         behind = jnp.where(p.group == 2, 1, 0)
 
     def run_block(n, carry):
@@ -49,7 +50,7 @@ def run_segment(p: Program, start: jax.Array) -> None:
             pl.when((p.group == 2) & (block > 1))(lambda: _hand_over(p, block, X))
         return carry
 
-    lax.fori_loop(0, (blocks - first + step - 1) // step, run_block, 0)
+    lax.fori_loop(0, turns, run_block, 0)
 
 
 def _wait_in_turn(p: Program, block: jax.Array) -> None:

@@ -82,20 +82,13 @@ def by_sequence[F: Callable[..., Any]](function: F) -> F:
 
 
 def stack(layers: Sequence[Any]) -> Any:
-    """Trees of arrays, one a layer, as one tree with a leading layer axis."""
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+    """Trees of arrays, one a layer, as one tree with a leading layer axis.
 
-
-def path_rows(scratch: Sequence[Any], path: Path) -> tuple[Any, Array]:
-    """What a commit kernel reads: the path's rows of every layer [L, B, P, ...], and their ids.
-
-    The rows lie in the path's order, so the ids [B, P] are 0, 1, 2.., -1 past the path's end.
+    A commit kernel picks the path's rows itself. Gathering them first moves fewer bytes, but XLA
+    fuses the gathers of all layers into one slow kernel: 0.9 against 0.35 ms at batch 8 of a 27B
+    model's 48 layers on an H200.
     """
-    nodes = jnp.maximum(path.nodes, 0)
-    take = jax.vmap(lambda rows, nodes: rows[nodes])
-    rows = stack([jax.tree.map(lambda leaf: take(leaf, nodes), layer) for layer in scratch])
-    steps = jnp.arange(nodes.shape[1], dtype=jnp.int32)[None, :]
-    return rows, jnp.where(steps < path.length[:, None], steps, -1)
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
 
 
 def kernel_rows(capacity: int) -> int:

@@ -26,7 +26,6 @@ from treejax.policies.base import (
     kernel_rows,
     operand_bytes,
     over_batch,
-    path_rows,
     stack,
     state_bytes,
 )
@@ -86,9 +85,10 @@ class Replay:
             return together(carry, stack(scratch), path)
         from pallas_kernels.replay import replay
 
-        rows, nodes = path_rows(scratch, path)
+        rows = stack(scratch)
         recorded = rows.k, rows.v, rows.alpha, rows.beta
-        return replay(carry, *recorded, nodes, path.length, implementation=self.implementation)
+        how = self.implementation
+        return replay(carry, *recorded, path.nodes, path.length, implementation=how)
 
     def read(self, carry: Array) -> Array:
         return carry

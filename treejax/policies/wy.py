@@ -16,7 +16,7 @@ from jax import lax
 
 from treejax.config import ModelConfig
 from treejax.delta_rule import HIGHEST, Operands, value_heads
-from treejax.policies.base import Path, by_sequence, kernel_rows, path_rows, stack
+from treejax.policies.base import Path, by_sequence, kernel_rows, stack
 from treejax.shapes import Array
 from treejax.tree import Topology
 
@@ -84,9 +84,11 @@ class WY:
             return jax.vmap(commit, in_axes=(0, 0, None))(carry, stack(scratch), path)
         from pallas_kernels.wy_commit import wy_commit
 
-        rows, nodes = path_rows(scratch, path)
+        rows = stack(scratch)
         factors = rows.k, rows.u, rows.decay
-        return wy_commit(carry, *factors, nodes, path.length, implementation=self.implementation)
+        return wy_commit(
+            carry, *factors, path.nodes, path.length, implementation=self.implementation
+        )
 
     def read(self, carry: Array) -> Array:
         return carry
