@@ -244,6 +244,10 @@ def test_short_calls_are_queued_and_no_more_than_fit(monkeypatch):
     timed = Timed("x", lambda calls: (pass_time(0.00025 * calls), done[0])[1], most_calls=7)
     choose_calls(timed, lead)
     assert timed.calls == 7 and timed.lead is lead
+    lead.seconds = 0.02  # hides 0.016 s of handing over, 4 calls of 4 ms; 10 ms would be 3 calls
+    hosted = Timed("x", lambda calls: (pass_time(0.004 * calls), done[0])[1])
+    choose_calls(hosted, lead)
+    assert hosted.calls == 4
     slow = Timed("x", lambda calls: (pass_time(0.5 * calls), done[0])[1])
     choose_calls(slow, lead)
     assert slow.calls == 1 and slow.lead is None

@@ -21,6 +21,7 @@ QUEUED = f"{CLOCK}; short programs queued behind a copy, whose time is taken off
 SAMPLE_SECONDS = 0.01
 MOST_CALLS = 24  # JAX lets 32 programs wait for a device
 SHORT_SECONDS = 0.005
+HIDDEN = 0.8  # of the lead's time that may go into handing calls over
 
 
 class Lead:
@@ -145,12 +146,19 @@ def time_copy(size: int) -> tuple[Timed, int]:
 
 
 def choose_calls(timed: Timed, lead: Lead | None) -> None:
-    """Warm up, then set the calls of a sample and whether they are queued."""
+    """Warm up, then set the calls of a sample and whether they are queued.
+
+    Queued calls are as many as the host can hand over while the lead runs: whatever the lead's own
+    time varies by is divided among them.
+    """
     timed.sample()
     seconds = timed.sample()
     timed.calls = int(np.clip(np.ceil(SAMPLE_SECONDS / seconds), 1, timed.most_calls))
     timed.unqueued = timed.sample()
-    timed.lead = lead if seconds < SHORT_SECONDS else None
+    if lead is not None and seconds < SHORT_SECONDS:
+        timed.lead = lead
+        handed_over = HIDDEN * lead.seconds / timed.host
+        timed.calls = int(np.clip(handed_over, timed.calls, timed.most_calls))
     timed.sample()
     timed.host = float("inf")
 
