@@ -9,6 +9,7 @@ once. ``wy_commit_solve`` also commits the previous step's path into the state t
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -270,7 +271,7 @@ def _call(
     sizes: Sizes, arrays: dict[str, jax.Array], pool: jax.Array, U: jax.Array | None, chosen: str
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """One launch; jitted by itself so that many layers of a model compile it once."""
-    state = jax.new_ref(pool) if sizes.path else pool
+    state: Any = jax.new_ref(pool) if sizes.path else pool
     kept = None if U is None else jax.new_ref(U)
     out, u = mosaic_gpu.solve(sizes, arrays, state, kept, interpreter(chosen))
     if kept is not None:

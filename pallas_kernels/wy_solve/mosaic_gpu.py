@@ -94,8 +94,12 @@ def solve(
         interpret=interpret,
         kernel_name="wy_solve",
     )
-    results = kernel(*(arrays[name] for name in names), R, *([] if U is None else [U]))
-    return (*results, U)[:2]
+    operands = [arrays[name] for name in names]
+    if U is None:
+        out, u = kernel(*operands, R)
+        return out, u
+    (out,) = kernel(*operands, R, U)
+    return out, U
 
 
 def run(p: Program) -> None:

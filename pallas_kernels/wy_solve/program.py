@@ -93,7 +93,7 @@ class Program:
 
 
 def together(p: Program) -> None:
-    """Wait until both warpgroups are here; what either wrote before is visible after."""
+    """Wait until all warpgroups are here; what any wrote before is visible after."""
     plgpu.commit_smem()
     plgpu.barrier_arrive(p.s.together)
     plgpu.barrier_wait(p.s.together)
@@ -106,7 +106,7 @@ def accumulate(p: Program, shape: tuple[int, int], *parts: Sequence[tuple[Any, R
     """
     if p.interpreted:
         wide = [(x[...].astype(jnp.float32), y[...].astype(jnp.float32)) for x, y in chain(*parts)]
-        return sum(jnp.dot(x, y, precision="highest") for x, y in wide)
+        return reduce(jnp.add, (jnp.dot(x, y, precision="highest") for x, y in wide))
 
     def scoped(*sums):
         for total, part in zip(sums, parts, strict=True):
