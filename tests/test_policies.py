@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from treejax.config import ModelConfig
 from treejax.delta_rule import Operands
 from treejax.policies import REGISTRY, WY, Path, Replay, make_policy
+from treejax.policies.solve_replay import SolveReplay
 from treejax.tree import Tree, describe
 
 LAYERS, BATCH, CAPACITY = 2, 3, 32
@@ -194,9 +195,10 @@ def test_buffers_are_the_bytes_that_scan_returns(make):
     assert lasting == sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(scratch))
 
 
-def test_wy_refuses_a_precision_that_nobody_has():
+@pytest.mark.parametrize("solving", [WY, SolveReplay])
+def test_solving_refuses_a_precision_that_nobody_has(solving):
     with pytest.raises(ValueError, match="'fp8' is unknown, expected one of: ieee, bf16x3, tf32"):
-        WY(precision="fp8")
+        solving(precision="fp8")
 
 
 def test_wy_multiplies_in_float32_unless_on_a_gpu():

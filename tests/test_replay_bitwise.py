@@ -1,4 +1,4 @@
-"""Replay publishes bitwise what single-token decoding publishes from the same operands.
+"""Replaying publishes bitwise what single-token decoding publishes from the same operands.
 
 At the recurrent shape of the model that ships (hidden 320, 3 key and 6 value heads, 64 by 64),
 with the decode inside the full jitted model step: there the compiler is free to fuse the update
@@ -20,7 +20,6 @@ from treejax import parameters
 from treejax.checkpoint import load_model
 from treejax.config import ModelConfig
 from treejax.model import Model, prefill
-from treejax.policies import Replay
 from treejax.state import init_state
 from treejax.steps.publish import publish_path
 from treejax.steps.verify import verify_trees
@@ -42,6 +41,7 @@ CONFIG = ModelConfig(
     rotary_dim=16,
 )
 SURFACES = ("recurrent", "conv", "keys", "values")  # what a scratch holds by row
+policies = pytest.mark.parametrize("policy", ["replay", "solve_replay"])
 DEPTH, CAPACITY = 9, 28  # tokens decoded one by one; rows of the tree that replays them
 
 
@@ -56,12 +56,12 @@ publish_alone = jax.jit(publish_path)
 
 
 @functools.cache
-def decoded(batch):
+def decoded(batch, policy):
     """A prompt, then DEPTH tokens one by one: the first state, all later ones, all scratches."""
     params = parameters.init(CONFIG, jax.random.key(1))
     model = Model(params, CONFIG)
     rng = np.random.default_rng(2)
-    state = init_state(CONFIG, batch, 96, policy=Replay())
+    state = init_state(CONFIG, batch, 96, policy=policy)
     lengths = rng.integers(5, 33, batch)
     _, state = prefill(model, state, rng.integers(0, 256, (batch, 32)), lengths)
     states, scratches = [state], []
@@ -111,10 +111,11 @@ def test_the_recurrent_shape_is_the_shipped_one():
         assert getattr(CONFIG, name) == getattr(shipped, name)
 
 
+@policies
 @pytest.mark.parametrize("batch", [1, 8])
-def test_a_replayed_path_is_bitwise_the_decoded_one(batch):
+def test_a_replayed_path_is_bitwise_the_decoded_one(batch, policy):
     """Every length of accepted path, nodes scattered over the rows, lengths mixed in a batch."""
-    _, states, scratches = decoded(batch)
+    _, states, scratches = decoded(batch, policy)
     rng = np.random.default_rng(4)
     rows = [[0, *(1 + rng.permutation(CAPACITY - 1)[: DEPTH - 1])] for _ in range(batch)]
     scratch = scattered(scratches, rows)
@@ -134,10 +135,11 @@ def _pick(leaves, lengths):
     return np.moveaxis(stacked[lengths, :, np.arange(len(lengths))], 0, 1)
 
 
+@policies
 @pytest.mark.parametrize("batch", [1, 8])
-def test_one_program_that_verifies_and_publishes_replays_the_same_bits(batch):
+def test_one_program_that_verifies_and_publishes_replays_the_same_bits(batch, policy):
     """The loop's fused step over a tree, against publishing its recorded operands node by node."""
-    params, states, _ = decoded(batch)
+    params, states, _ = decoded(batch, policy)
     state, rng = states[0], np.random.default_rng(5)
     parents = [random_trees.shuffle(random_trees.HYDRA27, rng)[0] for _ in range(batch)]
     tokens = [random_trees.random_tokens(rng, p, 256) for p in parents]

@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import tiles
-from pallas_kernels.tiles import COLS, ROWS, WG, Ref, along_columns, along_rows, load
+from pallas_kernels.tiles import COLS, ROWS, WG, Ref, along_columns, along_rows, load, store
 from pallas_kernels.wy_solve import substitution, tensor_cores
 from pallas_kernels.wy_solve.path import commit_path, stage_path
 from pallas_kernels.wy_solve.program import Program, pick, together
@@ -264,7 +264,7 @@ def couple(p: Program, segment: jax.Array, source: jax.Array, seen: jax.Array, k
     G = p.s.lines.at[p.half, 0] if segment is source else p.s.past.at[p.half, 1, source]
     mine = pl.ds(first, tensor_cores.KEYS)
     tile = tensor_cores.couplings(p, keys, enters, load(G.at[mine], COLS))
-    p.s.coupling.at[mine].T[...] = plgpu.layout_cast(tile, plgpu.Layout.WGMMA_TRANSPOSED)
+    store(p.s.coupling.at[mine].T, plgpu.layout_cast(tile, plgpu.Layout.WGMMA_TRANSPOSED))
 
 
 def add_earlier_segments(p: Program, segment: jax.Array) -> None:

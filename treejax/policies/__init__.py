@@ -7,12 +7,14 @@ from pallas_kernels.implementation import IMPLEMENTATIONS, resolve
 from treejax.policies.base import Path, Policy, kernel_problem, kernel_rows
 from treejax.policies.replay import Replay
 from treejax.policies.snapshot import Snapshot
+from treejax.policies.solve_replay import SolveReplay
 from treejax.policies.wy import WY
 
 REGISTRY: dict[str, Any] = {
     "snapshot": Snapshot,
     "replay": Replay,
     "wy": WY,
+    "solve_replay": SolveReplay,
 }
 
 
