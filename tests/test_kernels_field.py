@@ -13,7 +13,7 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernel_cases import ancestors_of, expected, lower_for_h200, make_case, relative_rms
 
-import pallas_kernels.wy_solve
+import pallas_kernels.wy_solve.launch
 from pallas_kernels.node_scan import node_scan
 from pallas_kernels.path_scan import path_scan
 from pallas_kernels.replay import replay
@@ -128,7 +128,7 @@ def races_found(monkeypatch):
         if "solve" in name:
             case = make_case([random_trees.chain(28)], 32, (1, 1), (32, 128), layers=1)
         if "narrow" in name:
-            monkeypatch.setattr(pallas_kernels.wy_solve, "MULTIPROCESSORS", 0)
+            monkeypatch.setattr(pallas_kernels.wy_solve.launch, "MULTIPROCESSORS", 0)
         try:
             jax.block_until_ready(OPERATIONS[name](case))
         except jax.errors.JaxRuntimeError as error:  # jax 0.12 raises at the first race

@@ -15,8 +15,10 @@ import pytest
 import random_trees
 from kernel_cases import ancestors_of, expected, make_case, order_of, relative_rms
 
-import pallas_kernels.wy_solve
+import pallas_kernels.wy_solve.launch
 from pallas_kernels.wy_solve import PathFactors, wy_commit_solve, wy_solve
+from pallas_kernels.wy_solve.launch import sizes_of
+from pallas_kernels.wy_solve.sizes import SMEM_LIMIT, smem_bytes
 
 IEEE = 3e-7
 RNG = np.random.default_rng(6)
@@ -24,7 +26,7 @@ RNG = np.random.default_rng(6)
 
 @pytest.fixture
 def narrow(monkeypatch):
-    monkeypatch.setattr(pallas_kernels.wy_solve, "MULTIPROCESSORS", 0)
+    monkeypatch.setattr(pallas_kernels.wy_solve.launch, "MULTIPROCESSORS", 0)
 
 
 def operands_of(case):
@@ -68,15 +70,18 @@ def test_few_programs_are_wide_and_many_are_not(monkeypatch):
     )
     case = make_case([[-1]], 8, (1, 1), (8, 24))
     solve(case)
-    monkeypatch.setattr(pallas_kernels.wy_solve, "MULTIPROCESSORS", 0)
+    monkeypatch.setattr(pallas_kernels.wy_solve.launch, "MULTIPROCESSORS", 0)
     solve(case)
     assert seen == [4, 2]
 
 
-@pytest.mark.parametrize("rows,implementation", [(8, "interpret"), (7, "interpret"), (8, "xla")])
-def test_pseudo_values_go_into_the_pool(rows, implementation):
-    """In place with 8 rows, through a copy with 7; other layers keep their bytes."""
-    case = make_case([random_trees.comb(7), []], rows, (1, 1), (16, 128))
+@pytest.mark.parametrize(
+    "rows,width,implementation",
+    [(8, 16, "interpret"), (7, 16, "interpret"), (8, 24, "interpret"), (8, 16, "xla")],
+)
+def test_pseudo_values_go_into_the_pool(rows, width, implementation):
+    """In place, or through a copy where rows or keys are padded; other layers keep their bytes."""
+    case = make_case([random_trees.comb(7), []], rows, (1, 1), (width, 128))
     out, u = solve(case, implementation)
     pool = jnp.full((*case.R.shape[:1], *u.shape), 3.0)
     again, U = solve(case, implementation, U=pool)
@@ -137,13 +142,43 @@ def test_fused_commit_continues_from_the_committed_state(dims, dtype, implementa
     assert not np.any(out[2])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_long_path_is_committed_in_blocks(dtype):
-    """20 rows: two blocks of 16, the second in part."""
+@pytest.mark.parametrize("rows,dtype", [(24, "float32"), (24, "bfloat16"), (40, "bfloat16")])
+def test_a_long_path_is_committed_in_blocks(rows, dtype):
+    """20 rows: two blocks of 16, the second in part; before a tree of one segment and of two."""
     tree = random_trees.chain(20)
-    case = make_case([tree], 24, (1, 1), (32, 64), jnp.dtype(dtype))
+    case = make_case([tree], rows, (1, 1), (32, 64), jnp.dtype(dtype))
     _, u = solve(case, "xla")
     previous = PathFactors(case.k, u, case.g, jnp.asarray([20], jnp.int32))
     run = jax.jit(functools.partial(wy_commit_solve, implementation="interpret"))
     *_, R = run(case.R, jnp.int32(case.layer), previous, *operands_of(case))
     assert relative_rms(R[case.layer, 0], expected(case, 0)[1][19]) < IEEE
+
+
+def abstract_sizes(dtype, key_dim, path):
+    of = jax.ShapeDtypeStruct
+    key, value = (of((1, 32, heads, key_dim), jnp.dtype(dtype)) for heads in (1, 2))
+    gate = of((1, path, 2), jnp.float32)
+    previous = None
+    if path:
+        rows = of((1, path, 1, key_dim), key.dtype), of((1, path, 2, key_dim), jnp.float32)
+        previous = PathFactors(*rows, gate, of((1,), jnp.int32))
+    return sizes_of((key, key, value, None, None, None, None), previous, "ieee")
+
+
+def test_the_first_form_of_program_that_fits_is_taken():
+    """Wide if there is room for it, and a smaller window of the state rather than nothing."""
+    assert abstract_sizes("bfloat16", 128, 16).wide
+    assert not abstract_sizes("bfloat16", 256, 48).wide
+    assert smem_bytes(abstract_sizes("bfloat16", 256, 48)) <= SMEM_LIMIT
+    assert abstract_sizes("bfloat16", 256, 0).window == 4
+    assert abstract_sizes("float32", 256, 0).window < 4
+
+
+def test_a_path_that_no_copy_can_move_is_refused():
+    case = make_case([[-1]], 8, (1, 1), (16, 64))
+    rows = [jnp.repeat(x, 300, axis=1)[:, :300] for x in (case.k, case.v, case.g)]
+    previous = PathFactors(*rows, jnp.asarray([1], jnp.int32))
+    with pytest.raises(ValueError, match="paths of at most 256 rows, not 304"):
+        wy_commit_solve(
+            case.R, jnp.int32(0), previous, *operands_of(case), implementation="interpret"
+        )

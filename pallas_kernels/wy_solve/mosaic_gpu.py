@@ -22,10 +22,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import tiles
-from pallas_kernels.tiles import COLS, ROWS, WG, Ref, along_columns, along_rows, load, store
+from pallas_kernels.tiles import ROWS, load
 from pallas_kernels.wy_solve import substitution, tensor_cores
+from pallas_kernels.wy_solve.couplings import add_earlier_segments, couple, sum_decays
 from pallas_kernels.wy_solve.path import commit_path, stage_path
-from pallas_kernels.wy_solve.program import Program, pick, together
+from pallas_kernels.wy_solve.program import Program, together
 from pallas_kernels.wy_solve.sizes import BLOCK, CHANNELS, SEGMENT, Sizes, scratch_types
 
 INPUTS = ("layer", "count", "seen", "q", "k", "v", "g", "beta")
@@ -103,14 +104,15 @@ def solve(
 
 
 def run(p: Program) -> None:
-    """One warpgroup's whole program; a sequence without rows and without a path costs nothing."""
+    """One warpgroup's whole program; a sequence without rows and without a path costs nothing, or
+    the copies of its rows where programs are few."""
     busy = p.count > 0
     if p.sizes.path:
         busy = busy | (p.length > 0)
     # Always true, and so makes the layer arrive with the count, not after it.
     busy = busy & (p.layer >= 0)
     if p.sizes.wide:
-        # The copies start before it is known whether they are needed: few programs, little waste.
+        # The copies start before it is known whether they are needed.
         stage(p, 0, p.sizes.path > 0)
 
         @pl.when(~busy)
@@ -171,7 +173,8 @@ def run_segment(p: Program, segment: jax.Array, first: bool) -> None:
             commit_path(p)
         total = tensor_cores.products(p, commits)
         if commits:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            # Later segments read the state back from GMEM.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=p.sizes.segments == 1)
         together(p)  # the products take the place of the state
         p.s.products.at[p.rows, pl.ds(0, 2 * SEGMENT)][...] = tensor_cores.scaled(p, total)
 
@@ -212,82 +215,3 @@ def stage_rows(p: Program, start: int | jax.Array) -> None:
     for which, gate in enumerate((p.inputs.g, p.inputs.beta)):
         target = s.gates.at[which, pl.ds(0, rows)]
         plgpu.copy_gmem_to_smem(gate.at[p.b, here, eight], target, s.loaded)
-
-
-def sum_decays(p: Program, segment: jax.Array, seen: jax.Array) -> None:
-    """Write this warpgroup's ``lines``: log decays G, -beta (of the first 32 rows), exp G and g."""
-    s, head = p.s, p.h % BLOCK
-    line = s.lines.at[p.half]
-    g, beta = (pick(load(s.gates.at[which], WG), head, WG) for which in (0, 1))
-    line.at[1][...] = -beta
-    line.at[3][...] = g
-    plgpu.commit_smem()
-    G = _decay_from(seen, line.at[3])
-    if p.sizes.segments > 1:
-        past = s.past.at[p.half]
-        past.at[0, segment][...] = g
-
-        def add(source, G):
-            bits = load(p.inputs.seen.at[p.b, segment, source], ROWS)
-            return G + _decay_from(bits, past.at[0, source])
-
-        G = lax.fori_loop(0, segment, add, G)
-        past.at[1, segment][...] = G
-    line.at[0][...] = G
-    line.at[2][...] = jnp.exp(G)
-    plgpu.commit_smem()
-
-
-def _decay_from(seen: jax.Array, g: Ref) -> jax.Array:
-    """[64]: the log decays that rows take from those of the 32 that they see."""
-    shape = (2 * SEGMENT, SEGMENT)
-    decays = along_columns(load(g.at[pl.ds(0, SEGMENT)], COLS), shape)
-    return jnp.sum(jnp.where(_sees(seen, shape, 0), decays, 0.0), axis=1)
-
-
-def _sees(seen: jax.Array, shape: tuple[int, int], first: Any) -> jax.Array:
-    """Bits of ``seen`` [64] from the first on, as bool [64, n]."""
-    bit = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WG) + first
-    return lax.shift_right_logical(along_rows(seen, shape), bit) & 1 != 0
-
-
-def couple(p: Program, segment: jax.Array, source: jax.Array, seen: jax.Array, keys: Ref) -> None:
-    """Write how pseudo-values of ``source`` enter the rows of ``segment``, a line of SMEM for each.
-
-    Each warpgroup takes half of the keys; both must have arrived before a line is read.
-    """
-    shape, first = tensor_cores.COUPLING, tensor_cores.KEYS * p.half
-    row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=WG)
-    key = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WG) + first
-    # L is strictly lower; an output reads its own row's pseudo-value too.
-    enters = _sees(seen, shape, first) & ((key != row) | (segment != source))
-    G = p.s.lines.at[p.half, 0] if segment is source else p.s.past.at[p.half, 1, source]
-    mine = pl.ds(first, tensor_cores.KEYS)
-    tile = tensor_cores.couplings(p, keys, enters, load(G.at[mine], COLS))
-    store(p.s.coupling.at[mine].T, plgpu.layout_cast(tile, plgpu.Layout.WGMMA_TRANSPOSED))
-
-
-def add_earlier_segments(p: Program, segment: jax.Array) -> None:
-    """Take the contributions of the rows of earlier segments into this segment's products."""
-
-    def add(source, carry):
-        @pl.when(p.group == 1)
-        def _():
-            rows = pl.ds(SEGMENT * source, SEGMENT)
-            keys = p.s.raw if p.sizes.staged else p.s.earlier.at[0]
-            fetch = p.inputs.k.at[p.b, rows, p.key_head], keys.at[pl.ds(0, SEGMENT)]
-            plgpu.copy_gmem_to_smem(*fetch, p.s.fetched)
-            plgpu.barrier_wait(p.s.fetched)
-
-        together(p)
-        if p.sizes.staged:
-            tensor_cores.convert(p, p.s.earlier)
-            together(p)
-        seen = load(p.inputs.seen.at[p.b, segment, source], ROWS)
-        couple(p, segment, source, seen, p.s.earlier)
-        together(p)
-        substitution.add_earlier_segment(p, source)
-        together(p)
-        return carry
-
-    lax.fori_loop(0, segment, add, 0)

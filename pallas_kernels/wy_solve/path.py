@@ -32,8 +32,8 @@ def commit_path(p: Program) -> None:
     """
     plgpu.barrier_wait(p.s.path_loaded)
     decay = _weigh(p)
-    alone = p.sizes.path == PATH_BLOCK
-    first = _terms(p, 0) if alone else None
+    one_block = p.sizes.path == PATH_BLOCK
+    first = _terms(p, 0) if one_block else None
     plgpu.barrier_wait(p.arrived)
 
     def commit_chunk(chunk, carry):
@@ -44,8 +44,8 @@ def commit_path(p: Program) -> None:
             terms = _terms(p, block) if first is None else first
             return tile + _written(p, terms, block, chunk)
 
-        blocks = 1 if alone else (p.length + PATH_BLOCK - 1) // PATH_BLOCK
-        slot[...] = add(0, tile) if alone else lax.fori_loop(0, blocks, add, tile)
+        blocks = (p.length + PATH_BLOCK - 1) // PATH_BLOCK
+        slot[...] = add(0, tile) if one_block else lax.fori_loop(0, blocks, add, tile)
         return carry
 
     @pl.when(p.length > 0)

@@ -16,7 +16,7 @@ CHANNELS = 128  # value channels of a program, one a thread
 HALF = 64  # rows of R0 that a warpgroup multiplies
 BLOCK = 8  # rows of the substitution that share a register tile
 CHUNK = 32  # columns of R0 that are split and multiplied at a time
-WINDOW = 4  # chunks of R0 that SMEM holds, at most
+WINDOW = 4  # chunks of R0 that SMEM holds, unless a path is committed into them
 PATH_BLOCK = 16  # rows of a path that are multiplied at a time
 SMEM_LIMIT = 227 * 1024
 MULTIPROCESSORS = 132  # of an H100 SXM or H200
@@ -37,7 +37,9 @@ class Sizes:
 
     Attributes:
       rows: N, rows of a tree.
-      wide: four warpgroups a program, where no multiprocessor would have a second program.
+      window: chunks of R0 that SMEM holds at once; all, if a path is committed into them first.
+      wide: four warpgroups a program, for trees of at most 32 rows where no multiprocessor would
+        have a second program.
       path: rows of the previous path that is committed first, padded to 16; 0 for none.
     """
 
@@ -49,6 +51,7 @@ class Sizes:
     value_dim: int
     dtype: Any
     precision: str
+    window: int
     wide: bool = False
     path: int = 0
 
@@ -72,13 +75,6 @@ class Sizes:
     @property
     def chunks(self) -> int:
         return self.key_dim // self.chunk
-
-    @property
-    def window(self) -> int:
-        """Chunks of R0 that SMEM holds at once; all, if a path is committed into them first."""
-        if self.path:
-            return self.chunks
-        return max(n for n in range(1, WINDOW + 1) if self.chunks % n == 0)
 
     @property
     def tf32(self) -> bool:
@@ -135,8 +131,9 @@ def scratch_types(sizes: Sizes) -> dict[str, Any]:
         "arrived": plgpu.Barrier(num_arrivals=1, num_barriers=2),
         "together": plgpu.Barrier(num_arrivals=sizes.warpgroups),
         "solved": plgpu.Barrier(num_arrivals=1, num_barriers=rows // BLOCK),
-        "helped": plgpu.Barrier(num_arrivals=1, num_barriers=rows // BLOCK),
     }
+    if sizes.wide:
+        types["helped"] = plgpu.Barrier(num_arrivals=1, num_barriers=rows // BLOCK)
     if not sizes.path:
         types["coupling"] = coupling
     if sizes.staged:

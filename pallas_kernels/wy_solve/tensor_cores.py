@@ -1,4 +1,4 @@
-"""The matrix products of the WY solve: keys with keys and queries, and the state with both.
+"""Operands of the tensor cores, and the products of the state with all keys and queries.
 
 Tensor cores multiply bfloat16 (or tf32). A float32 factor goes as a sum of bfloat16 terms, so that
 "ieee" loses nothing of a product but what lies below 2**-24. The accumulator of a tensor core cuts
@@ -12,28 +12,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.tiles import (
-    COLS,
-    ROWS,
-    WG,
-    Ref,
-    along_columns,
-    along_rows,
-    load,
-    split_bf16,
-)
+from pallas_kernels.tiles import COLS, WG, Ref, along_columns, load, split_bf16
 from pallas_kernels.wy_solve.program import Program, accumulate
 from pallas_kernels.wy_solve.sizes import HALF, SEGMENT
 
-KEYS = SEGMENT // 2  # whose couplings a warpgroup forms
-COUPLING = (2 * SEGMENT, KEYS)
 SQUARE = (HALF, 2 * SEGMENT)
 
 
 def convert(p: Program, to: Ref) -> None:
     """Write the raw keys and queries [64, dk] to ``to`` [terms, 64, dk] as wgmma needs them.
 
-    The warpgroups take turns with the chunks; both must have arrived before ``to`` is read.
+    The warpgroups take turns with the chunks; all must have arrived before ``to`` is read.
     """
     for chunk in range(p.sizes.chunks):
         columns = p.columns(chunk)
@@ -44,32 +33,6 @@ def convert(p: Program, to: Ref) -> None:
             terms = (raw,) if p.sizes.tf32 else split_bf16(raw, p.sizes.terms)
             for i, term in enumerate(terms):
                 to.at[i, :, columns][...] = term.astype(to.dtype)
-
-
-def couplings(p: Program, keys: Ref, seen: jax.Array, G_keys: jax.Array) -> jax.Array:
-    """[64, 16]: how the pseudo-values of this warpgroup's keys (columns) enter a segment's rows.
-
-    The first 32 rows are -L, the others the weights in the outputs.
-
-    Args:
-      keys: [terms, 64, dk] whose first 32 rows are keys, of this segment or of an earlier one.
-      seen: [64, 16] bool, which row takes which pseudo-value.
-      G_keys: [16] cumulative log decays of the keys.
-    """
-    pairs = p.sizes.key_pairs or ((0, 0),)
-    mine = pl.ds(KEYS * p.half, KEYS)
-    parts = [
-        [(p.s.kq.at[i, :, columns], keys.at[j, mine, columns].T) for i, j in pairs]
-        for columns in map(p.columns, range(p.sizes.chunks))
-    ]
-    gram = accumulate(p, COUPLING, *parts)
-    G, minus_beta = (load(p.s.lines.at[p.half, line], ROWS) for line in (0, 1))
-    # The difference is masked before exp: exp of a positive difference overflows.
-    difference = along_rows(G, COUPLING) - along_columns(G_keys, COUPLING)
-    decay = jnp.exp(jnp.where(seen, difference, 0.0))
-    solves = plgpu.broadcasted_iota(jnp.int32, COUPLING, 0, layout=WG) < SEGMENT
-    scale = jnp.where(solves, along_rows(minus_beta, COUPLING), 1.0)
-    return jnp.where(seen, gram * decay * scale, 0.0)
 
 
 def fetch_state(p: Program, window: int | jax.Array) -> None:
