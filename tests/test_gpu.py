@@ -146,13 +146,14 @@ def test_two_hundred_trees_compile_nothing(policy):
     assert not seen
 
 
-@pytest.mark.parametrize("drafter", ["mtp", "suffix", "mtp+suffix"])
 @pytest.mark.parametrize("policy", sorted(REGISTRY))
-def test_drafted_text_is_plain_text(policy, drafter):
+def test_drafted_text_is_plain_text(policy):
+    """Every drafter in one test, because compiling the plain step takes longest."""
     model = treejax.load_model()
     prompts = ["def fibonacci(n):", "import numpy as np\n\n\ndef mean(x):\n"]
     how = {"max_tokens": 64, "policy": policy, **ON_GPU}
     plain = treejax.complete(model, prompts, drafter=None, **how)
-    drafted = treejax.complete(model, prompts, drafter=drafter, **how)
-    assert [d.tokens for d in drafted] == [p.tokens for p in plain]
-    assert drafted[0].stats.implementation == "mosaic_gpu"
+    for drafter in ("mtp", "suffix", "mtp+suffix"):
+        drafted = treejax.complete(model, prompts, drafter=drafter, **how)
+        assert [d.tokens for d in drafted] == [p.tokens for p in plain], drafter
+        assert drafted[0].stats.implementation == "mosaic_gpu"
