@@ -84,9 +84,8 @@ def by_sequence[F: Callable[..., Any]](function: F) -> F:
 def stack(layers: Sequence[Any]) -> Any:
     """Trees of arrays, one a layer, as one tree with a leading layer axis.
 
-    A commit kernel picks the path's rows itself. Gathering them first moves fewer bytes, but XLA
-    fuses the gathers of all layers into one slow kernel: 0.9 against 0.35 ms at batch 8 of a 27B
-    model's 48 layers on an H200.
+    A commit kernel picks the path's rows itself. Gathering them first would move fewer bytes, but
+    XLA fuses the gathers of all layers into one kernel that is slower than stacking.
     """
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
 
