@@ -42,6 +42,11 @@ class Recorded(struct.PyTreeNode):
     beta: Array
 
 
+def record(operands: Operands) -> Recorded:
+    """What the replay of any of these rows will need."""
+    return Recorded(operands.k, operands.v, operands.alpha, operands.beta)
+
+
 @dataclasses.dataclass(frozen=True)
 class Replay:
     """The replay policy.
@@ -69,7 +74,7 @@ class Replay:
         self, carry: Array, layer: int, operands: Operands, plan: Any
     ) -> tuple[Array, Recorded]:
         o = operands
-        recorded = Recorded(o.k, o.v, o.alpha, o.beta)
+        recorded = record(o)
         if self.implementation == "xla":
             scan = functools.partial(scan_paths, lanes=self.lanes)
             return by_sequence(scan)(carry[layer], o, plan), recorded

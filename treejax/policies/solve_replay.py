@@ -12,7 +12,7 @@ from typing import ClassVar
 from treejax.config import ModelConfig
 from treejax.delta_rule import Operands
 from treejax.policies.base import Path, kernel_rows, operand_bytes
-from treejax.policies.replay import Recorded, Replay
+from treejax.policies.replay import Recorded, Replay, record
 from treejax.policies.wy import WY
 from treejax.shapes import Array
 from treejax.tree import Topology
@@ -53,7 +53,7 @@ class SolveReplay:
         self, carry: Array, layer: int, operands: Operands, plan: Topology
     ) -> tuple[Array, Recorded]:
         out, _ = self._solves.scan(carry, layer, operands, plan)
-        return out, Recorded(operands.k, operands.v, operands.alpha, operands.beta)
+        return out, record(operands)
 
     def commit(self, carry: Array, scratch: Sequence[Recorded], path: Path) -> Array:
         return self._replays.commit(carry, scratch, path)
