@@ -16,10 +16,14 @@ from pallas_kernels.update import MAX_DIM, operand_problem
 from pallas_kernels.wy_commit.reference import commit
 from pallas_kernels.wy_solve import reference
 from pallas_kernels.wy_solve.launch import PathFactors, sizes_of, solve_padded
-from pallas_kernels.wy_solve.sizes import CHANNELS, PRECISIONS, SMEM_LIMIT, Sizes, smem_bytes
-
-COPIED_ROWS = 256
-"""Rows that one bulk copy can move."""
+from pallas_kernels.wy_solve.sizes import (
+    CHANNELS,
+    COPY_LIMIT,
+    PRECISIONS,
+    SMEM_LIMIT,
+    Sizes,
+    smem_bytes,
+)
 
 __all__ = ["PathFactors", "wy_commit_solve", "wy_solve"]
 
@@ -167,8 +171,8 @@ def _unsupported(
     problem = operand_problem(R, (q, k, v) if previous is None else (q, k, v, previous.k))
     if problem is not None:
         return problem
-    if sizes.path > COPIED_ROWS:
-        return f"the kernel commits paths of at most {COPIED_ROWS} rows, not {sizes.path}"
+    if sizes.path > COPY_LIMIT:
+        return f"the kernel commits paths of at most {COPY_LIMIT} rows, not {sizes.path}"
     needed = smem_bytes(sizes)
     if needed > SMEM_LIMIT:
         return (

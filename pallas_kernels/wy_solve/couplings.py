@@ -84,10 +84,9 @@ def couplings(p: Program, keys: Ref, seen: jax.Array, G_keys: jax.Array) -> jax.
       seen: [64, 16] bool, which row takes which pseudo-value.
       G_keys: [16] cumulative log decays of the keys.
     """
-    pairs = p.sizes.key_pairs or ((0, 0),)
     mine = pl.ds(KEYS * p.half, KEYS)
     parts = [
-        [(p.s.kq.at[i, :, columns], keys.at[j, mine, columns].T) for i, j in pairs]
+        [(p.s.kq.at[i, :, columns], keys.at[j, mine, columns].T) for i, j in p.sizes.key_pairs]
         for columns in map(p.columns, range(p.sizes.chunks))
     ]
     gram = accumulate(p, COUPLING, *parts)

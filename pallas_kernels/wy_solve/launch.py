@@ -52,24 +52,22 @@ def sizes_of(
     _, k, v = operands[:3]
     batch, rows, heads, value_dim = v.shape
     programs = batch * heads * -(-value_dim // CHANNELS)
-    key_dim = round_up(k.shape[3], 16 if k.shape[3] <= 16 else CHUNK)
-    chunks = -(-key_dim // CHUNK)
-    windows = [n for n in range(WINDOW, 0, -1) if chunks % n == 0]
-    if previous is not None:
-        windows = [chunks]  # the path is committed into the whole state first
     wide = programs <= MULTIPROCESSORS and rows <= SEGMENT
     sizes = Sizes(
         batch=batch,
         rows=round_up(rows, BLOCK if rows <= SEGMENT else SEGMENT),
         key_heads=k.shape[2],
         value_heads=heads,
-        key_dim=key_dim,
+        key_dim=round_up(k.shape[3], 16 if k.shape[3] <= 16 else CHUNK),
         value_dim=round_up(value_dim, HALF),
         dtype=k.dtype,
         precision=precision,
-        window=windows[0],
+        window=1,
         path=0 if previous is None else round_up(previous.k.shape[1], PATH_BLOCK),
     )
+    windows = [n for n in range(WINDOW, 0, -1) if sizes.chunks % n == 0]
+    if sizes.path:
+        windows = [sizes.chunks]  # the path is committed into the whole state first
     for more, window in itertools.product((True, False) if wide else (False,), windows):
         sizes = dataclasses.replace(sizes, wide=more, window=window)
         if smem_bytes(sizes) <= SMEM_LIMIT:

@@ -176,7 +176,7 @@ def run_segment(p: Program, segment: jax.Array, first: bool) -> None:
             # Later segments read the state back from GMEM.
             plgpu.wait_smem_to_gmem(0, wait_read_only=p.sizes.segments == 1)
         together(p)  # the products take the place of the state
-        p.s.products.at[p.rows, pl.ds(0, 2 * SEGMENT)][...] = tensor_cores.scaled(p, total)
+        p.s.products.at[p.rows][...] = tensor_cores.scaled(p, total)
 
     when(prepares, prepare)
     when(multiplies, multiply)

@@ -1,4 +1,4 @@
-"""Static sizes of a tree WY solve, the SMEM it takes, and what its kernel cannot do."""
+"""Static sizes of a tree WY solve, the SMEM it takes, and the limits of a kernel."""
 
 import dataclasses
 import math
@@ -19,13 +19,14 @@ CHUNK = 32  # columns of R0 that are split and multiplied at a time
 WINDOW = 4  # chunks of R0 that SMEM holds, unless a path is committed into them
 PATH_BLOCK = 16  # rows of a path that are multiplied at a time
 SMEM_LIMIT = 227 * 1024
+COPY_LIMIT = 256  # rows that one bulk copy can move
 MULTIPROCESSORS = 132  # of an H100 SXM or H200
 
 PAIRS = {
     # (term of the left factor, term of the right one): smallest products first.
     "ieee": ((2, 0), (1, 1), (0, 2), (1, 0), (0, 1), (0, 0)),
     "bf16x3": ((1, 0), (0, 1), (0, 0)),
-    "tf32": (),
+    "tf32": ((0, 0),),  # one term, float32 in memory
 }
 PRECISIONS = tuple(PAIRS)
 
@@ -83,7 +84,7 @@ class Sizes:
     @property
     def terms(self) -> int:
         """Bfloat16 terms of a key or query; a bfloat16 one is exact by itself."""
-        if self.dtype == jnp.bfloat16 or self.tf32:
+        if self.dtype == jnp.bfloat16:
             return 1
         return 1 + max(right for _, right in PAIRS[self.precision])
 

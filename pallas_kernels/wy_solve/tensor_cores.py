@@ -83,5 +83,4 @@ def _chunk_products(p: Program, window: int | jax.Array, chunk: jax.Array) -> ja
     slot = p.s.state.at[p.rows, p.columns(chunk)]
     terms = (slot,) if p.sizes.tf32 else split_bf16(load(slot, WG), 3)
     keys = p.s.kq.at[:, :, p.columns(p.sizes.window * window + chunk)]
-    pairs = p.sizes.state_pairs or ((0, 0),)
-    return accumulate(p, SQUARE, [(terms[i], keys.at[j].T) for i, j in pairs])
+    return accumulate(p, SQUARE, [(terms[i], keys.at[j].T) for i, j in p.sizes.state_pairs])
