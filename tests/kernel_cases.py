@@ -89,6 +89,11 @@ def ancestors_of(case):
     return jnp.asarray(seen)
 
 
+def solve_operands(case):
+    """What a WY solve takes after the pool and the layer."""
+    return case.q, case.k, case.v, case.g, case.beta, ancestors_of(case), case.size
+
+
 def order_of(case):
     """[B, N]: a topological order of every tree's rows, inactive rows last."""
     rows = []

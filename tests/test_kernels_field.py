@@ -11,7 +11,7 @@ import pytest
 import random_trees
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from kernel_cases import ancestors_of, expected, lower_for_h200, make_case, relative_rms
+from kernel_cases import expected, lower_for_h200, make_case, relative_rms, solve_operands
 
 import pallas_kernels.wy_solve.launch
 from pallas_kernels.node_scan import node_scan
@@ -33,16 +33,15 @@ def scan(case, scan=path_scan):
 
 
 def solve(case, implementation="interpret"):
-    rows = case.q, case.k, case.v, case.g, case.beta, ancestors_of(case), case.size
-    return wy_solve(case.R, jnp.int32(case.layer), *rows, implementation=implementation)
+    at = jnp.int32(case.layer)
+    return wy_solve(case.R, at, *solve_operands(case), implementation=implementation)
 
 
 def fused(case):
     """The first three rows of the case as the path before, then the case."""
     previous = PathFactors(case.k, case.v, case.g, jnp.full(len(case.trees), 3, jnp.int32))
-    rows = case.q, case.k, case.v, case.g, case.beta, ancestors_of(case), case.size
-    at = jnp.int32(case.layer)
-    return wy_commit_solve(case.R, at, previous, *rows, implementation="interpret")
+    rows = jnp.int32(case.layer), previous, *solve_operands(case)
+    return wy_commit_solve(case.R, *rows, implementation="interpret")
 
 
 def publish(case, node, u=None):

@@ -15,12 +15,12 @@ import oracle
 import pytest
 import random_trees
 from kernel_cases import (
-    ancestors_of,
     expected,
     lower_for_h200,
     make_case,
     order_of,
     relative_rms,
+    solve_operands,
 )
 
 from pallas_kernels.bench.operands import Operands
@@ -34,7 +34,7 @@ RNG = np.random.default_rng(5)
 def solve(case, precision="ieee", implementation="interpret"):
     @jax.jit
     def run(R, layer, order):
-        operands = case.q, case.k, case.v, case.g, case.beta, ancestors_of(case), case.size
+        operands = solve_operands(case)
         return wy_solve(
             R, layer, *operands, precision=precision, order=order, implementation=implementation
         )

@@ -13,7 +13,7 @@ import numpy as np
 import oracle
 import pytest
 import random_trees
-from kernel_cases import ancestors_of, expected, make_case, order_of, relative_rms
+from kernel_cases import expected, make_case, order_of, relative_rms, solve_operands
 
 import pallas_kernels.wy_solve.launch
 from pallas_kernels.wy_solve import PathFactors, wy_commit_solve, wy_solve
@@ -29,13 +29,9 @@ def narrow(monkeypatch):
     monkeypatch.setattr(pallas_kernels.wy_solve.launch, "MULTIPROCESSORS", 0)
 
 
-def operands_of(case):
-    return case.q, case.k, case.v, case.g, case.beta, ancestors_of(case), case.size
-
-
 def solve(case, implementation="interpret", **how):
     run = jax.jit(functools.partial(wy_solve, implementation=implementation))
-    return run(case.R, jnp.int32(case.layer), *operands_of(case), **how)
+    return run(case.R, jnp.int32(case.layer), *solve_operands(case), **how)
 
 
 CASES = {
@@ -124,10 +120,9 @@ def test_fused_commit_continues_from_the_committed_state(dims, dtype, implementa
 
     @jax.jit
     def run(R, layer, previous):
-        case = second
-        operands = case.q, case.k, case.v, case.g, case.beta, ancestors_of(case), case.size
+        operands, order = solve_operands(second), order_of(second)
         return wy_commit_solve(
-            R, layer, previous, *operands, order=order_of(case), implementation=implementation
+            R, layer, previous, *operands, order=order, implementation=implementation
         )
 
     out, _, R = run(first.R, jnp.int32(first.layer), previous)
@@ -150,7 +145,7 @@ def test_a_long_path_is_committed_in_blocks(rows, dtype):
     _, u = solve(case, "xla")
     previous = PathFactors(case.k, u, case.g, jnp.asarray([20], jnp.int32))
     run = jax.jit(functools.partial(wy_commit_solve, implementation="interpret"))
-    *_, R = run(case.R, jnp.int32(case.layer), previous, *operands_of(case))
+    *_, R = run(case.R, jnp.int32(case.layer), previous, *solve_operands(case))
     assert relative_rms(R[case.layer, 0], expected(case, 0)[1][19]) < IEEE
 
 
@@ -180,5 +175,5 @@ def test_a_path_that_no_copy_can_move_is_refused():
     previous = PathFactors(*rows, jnp.asarray([1], jnp.int32))
     with pytest.raises(ValueError, match="paths of at most 256 rows, not 304"):
         wy_commit_solve(
-            case.R, jnp.int32(0), previous, *operands_of(case), implementation="interpret"
+            case.R, jnp.int32(0), previous, *solve_operands(case), implementation="interpret"
         )
