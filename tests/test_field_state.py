@@ -158,7 +158,7 @@ def test_fc03_a_node_continues_its_parent(policy):
     @jax.jit
     def scan_and_commit(nodes, length):
         carry = policy.init(jnp.full((1, 1, 1, 1, 1), 2.0))
-        out, scratch = policy.scan(carry, 0, operands, policy.plan(describe(tree)))
+        out, scratch, carry = policy.scan(carry, 0, operands, policy.plan(describe(tree)))
         carry = policy.commit(carry, (scratch,), Path(nodes, length))
         return out[0, :, 0, 0], policy.read(carry)[0, 0, 0, 0, 0]
 

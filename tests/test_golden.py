@@ -284,7 +284,7 @@ def test_gated_delta_rule_as_a_chain(preset, policy):
 
     @jax.jit
     def run(carry, operands):
-        out, scratch = policy.scan(carry, 0, operands, policy.plan(describe(tree)))
+        out, scratch, carry = policy.scan(carry, 0, operands, policy.plan(describe(tree)))
         path = Path(nodes, jnp.full(batch, length, jnp.int32))
         return out, policy.read(policy.commit(carry, (scratch,), path))[0]
 

@@ -53,10 +53,12 @@ def relative_rms(actual, expected):
 def step(policy, carry, operands, tree, path):
     """Scan every layer and commit one path, as verify and publish do it."""
     plan = policy.plan(describe(tree))
-    scanned = [policy.scan(carry, i, operands[i], plan) for i in range(LAYERS)]
-    scratch = tuple(scratch for _, scratch in scanned)
-    outputs = jnp.stack([out for out, _ in scanned])
-    return outputs, policy.commit(carry, scratch, path), scratch
+    outputs, scratch = [], []
+    for i in range(LAYERS):
+        out, record, carry = policy.scan(carry, i, operands[i], plan)
+        outputs.append(out)
+        scratch.append(record)
+    return jnp.stack(outputs), policy.commit(carry, scratch, path), scratch
 
 
 def random_operands(rng, key_heads, value_heads, sizes):

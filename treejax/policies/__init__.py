@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from pallas_kernels.implementation import IMPLEMENTATIONS, resolve
-from treejax.policies.base import Path, Policy, kernel_problem, kernel_rows
+from treejax.policies.base import Path, Policy, Scanned, kernel_problem, kernel_rows
 from treejax.policies.replay import Replay
 from treejax.policies.snapshot import Snapshot
 from treejax.policies.solve_replay import SolveReplay
@@ -51,4 +51,4 @@ def make_policy(
     return policy
 
 
-__all__ = ["REGISTRY", "Path", "Policy", "kernel_problem", "kernel_rows", "make_policy"]
+__all__ = ["REGISTRY", "Path", "Policy", "Scanned", "kernel_problem", "kernel_rows", "make_policy"]

@@ -8,7 +8,7 @@ kernels of ``pallas_kernels``, which are imported when they are first traced.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,20 @@ class Path(struct.PyTreeNode):
 
     nodes: Array
     length: Array
+
+
+class Scanned(NamedTuple):
+    """What a scan of one layer gives.
+
+    Attributes:
+      outputs: [B, N, Hv, dv] float32.
+      scratch: what ``commit`` needs of this layer.
+      carry: the one that was given, unless the policy writes while it verifies.
+    """
+
+    outputs: Array
+    scratch: Any
+    carry: Any
 
 
 class Policy(Protocol):
@@ -46,14 +60,18 @@ class Policy(Protocol):
         """What every layer's scan reads of the trees [B, ...]: derived once a verify."""
         ...
 
-    def scan(self, carry: Any, layer: int, operands: Operands, plan: Any) -> tuple[Array, Any]:
-        """One layer, operands [B, N, ...]: outputs [B, N, Hv, dv] float32, and commit's scratch."""
+    def scan(self, carry: Any, layer: int, operands: Operands, plan: Any) -> Scanned:
+        """One layer, operands [B, N, ...]: outputs [B, N, Hv, dv] float32, and commit's scratch.
+
+        Layers are scanned in order, each with the carry that the one before it returned.
+        """
         ...
 
     def commit(self, carry: Any, scratch: Sequence[Any], path: Path) -> Any:
-        """The carry after the paths, from the scratch of every layer.
+        """The carry after the paths, from the carry and the scratch that the scans left.
 
-        A path of length 0 leaves its sequence's bytes as they are.
+        A path of length 0 leaves its sequence's bytes as they are; where a policy defers
+        its writes, the state that they stand for, to rounding.
         """
         ...
 

@@ -22,6 +22,7 @@ from treejax.delta_rule import Operands, read, update, value_heads
 from treejax.paths import PathSchedule, cut_slots, schedule
 from treejax.policies.base import (
     Path,
+    Scanned,
     by_sequence,
     kernel_rows,
     operand_bytes,
@@ -70,19 +71,17 @@ class Replay:
             return by_sequence(lambda one: schedule(one, bound))(topology)
         return walk.plan(topology.parent, topology.size)
 
-    def scan(
-        self, carry: Array, layer: int, operands: Operands, plan: Any
-    ) -> tuple[Array, Recorded]:
+    def scan(self, carry: Array, layer: int, operands: Operands, plan: Any) -> Scanned:
         o = operands
         recorded = record(o)
         if self.implementation == "xla":
             scan = functools.partial(scan_paths, lanes=self.lanes)
-            return by_sequence(scan)(carry[layer], o, plan), recorded
+            return Scanned(by_sequence(scan)(carry[layer], o, plan), recorded, carry)
         from pallas_kernels.path_scan import path_scan
 
         at, how = jnp.int32(layer), self.implementation
         out = path_scan(carry, at, o.q, o.k, o.v, o.alpha, o.beta, plan, implementation=how)
-        return out, recorded
+        return Scanned(out, recorded, carry)
 
     def commit(self, carry: Array, scratch: Sequence[Recorded], path: Path) -> Array:
         if self.implementation == "xla":

@@ -13,7 +13,15 @@ from jax import lax
 from pallas_kernels import walk
 from treejax.config import ModelConfig
 from treejax.delta_rule import Operands, read, update, value_heads
-from treejax.policies.base import Path, by_sequence, kernel_rows, over_batch, stack, state_bytes
+from treejax.policies.base import (
+    Path,
+    Scanned,
+    by_sequence,
+    kernel_rows,
+    over_batch,
+    stack,
+    state_bytes,
+)
 from treejax.shapes import Array
 from treejax.tree import Topology
 
@@ -37,13 +45,14 @@ class Snapshot:
             return topology
         return walk.plan(topology.parent, topology.size)
 
-    def scan(self, carry: Array, layer: int, operands: Operands, plan: Any) -> tuple[Array, Array]:
+    def scan(self, carry: Array, layer: int, operands: Operands, plan: Any) -> Scanned:
         if self.implementation == "xla":
-            return by_sequence(scan_nodes)(carry[layer], operands, plan)
+            return Scanned(*by_sequence(scan_nodes)(carry[layer], operands, plan), carry)
         from pallas_kernels.node_scan import node_scan
 
         o, at, how = operands, jnp.int32(layer), self.implementation
-        return node_scan(carry, at, o.q, o.k, o.v, o.alpha, o.beta, plan, implementation=how)
+        made = node_scan(carry, at, o.q, o.k, o.v, o.alpha, o.beta, plan, implementation=how)
+        return Scanned(*made, carry)
 
     def commit(self, carry: Array, scratch: Sequence[Array], path: Path) -> Array:
         # Layer by layer: stacking the snapshots would copy them all.

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from treejax.config import ModelConfig
 from treejax.delta_rule import Operands
-from treejax.policies.base import Path, kernel_rows, operand_bytes
+from treejax.policies.base import Path, Scanned, kernel_rows, operand_bytes
 from treejax.policies.replay import Recorded, Replay, record
 from treejax.policies.wy import WY
 from treejax.shapes import Array
@@ -49,11 +49,9 @@ class SolveReplay:
     def plan(self, topology: Topology) -> Topology:
         return self._solves.plan(topology)
 
-    def scan(
-        self, carry: Array, layer: int, operands: Operands, plan: Topology
-    ) -> tuple[Array, Recorded]:
-        out, _ = self._solves.scan(carry, layer, operands, plan)
-        return out, record(operands)
+    def scan(self, carry: Array, layer: int, operands: Operands, plan: Topology) -> Scanned:
+        solved = self._solves.scan(carry, layer, operands, plan)
+        return solved._replace(scratch=record(operands))
 
     def commit(self, carry: Array, scratch: Sequence[Recorded], path: Path) -> Array:
         return self._replays.commit(carry, scratch, path)

@@ -16,7 +16,7 @@ from jax import lax
 
 from treejax.config import ModelConfig
 from treejax.delta_rule import HIGHEST, Operands, value_heads
-from treejax.policies.base import Path, by_sequence, kernel_rows, stack
+from treejax.policies.base import Path, Scanned, by_sequence, kernel_rows, stack
 from treejax.shapes import Array
 from treejax.tree import Topology
 
@@ -60,22 +60,20 @@ class WY:
     def plan(self, topology: Topology) -> Topology:
         return topology
 
-    def scan(
-        self, carry: Array, layer: int, operands: Operands, plan: Topology
-    ) -> tuple[Array, Factors]:
+    def scan(self, carry: Array, layer: int, operands: Operands, plan: Topology) -> Scanned:
         o = operands
         if self.implementation == "xla":
             precision = _precision(self.precision)
             solve = by_sequence(lambda R, o, topology: solve_tree(R, o, topology, precision))
             out, u, G = solve(carry[layer], o, plan)
-            return out, Factors(u, o.k, G)
+            return Scanned(out, Factors(u, o.k, G), carry)
         from pallas_kernels.wy_solve import wy_solve
 
         rows = o.q, o.k, o.v, o.g, o.beta, plan.ancestors, plan.size
         precision, how = self.precision, self.implementation
         at = jnp.int32(layer)
         out, u = wy_solve(carry, at, *rows, precision=precision, implementation=how)
-        return out, Factors(u, o.k, o.g)
+        return Scanned(out, Factors(u, o.k, o.g), carry)
 
     def commit(self, carry: Array, scratch: Sequence[Factors], path: Path) -> Array:
         if self.implementation == "xla":

@@ -72,7 +72,7 @@ def publish_path(state: State, scratch: Scratch, choice: Choice) -> State:
     ]
     return state.replace(
         recurrent=(
-            state.policy.commit(state.recurrent, scratch.recurrent, path)
+            state.policy.commit(scratch.carry, scratch.recurrent, path)
             if scratch.recurrent
             else state.recurrent
         ),

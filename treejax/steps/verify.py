@@ -29,6 +29,8 @@ class Scratch(struct.PyTreeNode):
     """What verifying leaves for publishing; valid for that state and tree alone.
 
     Attributes:
+      carry: the policy's carry as the scans left it: the state's own, but for policies that write
+        while they verify.
       recurrent: the policy's scratch, a tuple entry a recurrent layer.
       conv: a tuple of convolution inputs [B, N, C].
       keys, values: tuples of [B, N, Hkv, D], an entry an attention layer.
@@ -36,6 +38,7 @@ class Scratch(struct.PyTreeNode):
       place: [B, N] row of each node in all of these, None where that is the node's own.
     """
 
+    carry: Any
     recurrent: tuple[Any, ...]
     conv: tuple[Array, ...]
     keys: tuple[Array, ...]
@@ -87,10 +90,12 @@ def verify_trees(
         topology, tokens, place = _sorted(tree)
     positions = state.length[:, None] + topology.depth
     x = layers.embed(params, tokens)
-    hidden, records = forward(config, params, x, positions, _tree_mixing(state, topology))
+    mixing, carry = _tree_mixing(state, topology)
+    hidden, records = forward(config, params, x, positions, mixing)
     if place is not None:
         hidden = jnp.take_along_axis(hidden, place[:, :, None], axis=1)
     scratch = Scratch(
+        carry(),
         *map(tuple, (records.delta, records.conv, records.keys, records.values)),
         tree=tree,
         length=state.length,
@@ -112,14 +117,18 @@ def _sorted(tree: Tree) -> tuple[Topology, Array, Array]:
     return topology, tokens, place[:, : tree.capacity]
 
 
-def _tree_mixing(state: State, topology: Topology) -> Mixing:
+def _tree_mixing(state: State, topology: Topology) -> tuple[Mixing, Callable[[], Any]]:
+    """What mixes rows, and what gives the policy's carry after the last layer."""
+    carry = state.recurrent
     width, policy = state.config.linear_conv_kernel_dim, state.policy
     windows = jax.vmap(lambda one: conv_rows(one, width))(topology)  # [B, N, K]
     mask = jax.vmap(visible)(topology)
     plan = policy.plan(topology)
 
     def delta(i: int, operands: Operands) -> tuple[Array, Any]:
-        return policy.scan(state.recurrent, i, operands, plan)
+        nonlocal carry
+        outputs, scratch, carry = policy.scan(carry, i, operands, plan)
+        return outputs, scratch
 
     def attend(i: int, q: Array, k: Array, v: Array) -> Array:
         past = state.keys[i], state.values[i], state.length
@@ -129,7 +138,7 @@ def _tree_mixing(state: State, topology: Topology) -> Mixing:
         operands = layers.by_convolution(_convolution(state, windows))
     else:
         operands = _fused_operands(state, windows)
-    return Mixing(operands, delta, attend)
+    return Mixing(operands, delta, attend), lambda: carry
 
 
 def _convolution(state: State, windows: Array) -> Callable[[int, Array, Array], Array]:
