@@ -152,6 +152,7 @@ def test_one_program_that_verifies_and_publishes_replays_the_same_bits(batch, po
     for t in range(12):
         single = [path[t : t + 1] for path in paths]
         here = _only_row(scratch, [node[0] if node else 0 for node in single])
+        here = here.replace(carry=one_by_one.recurrent)
         now = choose([[0] if node else [] for node in single], 0)
         one_by_one = publish_alone(one_by_one, here, now)
     assert_same_bits(fused, one_by_one)
