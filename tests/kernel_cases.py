@@ -94,6 +94,13 @@ def solve_operands(case):
     return case.q, case.k, case.v, case.g, case.beta, ancestors_of(case), case.size
 
 
+def in_pool(case, *rows):
+    """Rows [B, ...] of the case's layer as pools [L, B, ...]; other layers hold other numbers."""
+    layers = jnp.arange(case.R.shape[0]) == case.layer
+    pick = [layers.reshape(-1, *[1] * x.ndim) for x in rows]
+    return [jnp.where(mine, x, 7 * x + 1) for mine, x in zip(pick, rows, strict=True)]
+
+
 def order_of(case):
     """[B, N]: a topological order of every tree's rows, inactive rows last."""
     rows = []

@@ -11,7 +11,7 @@ import pytest
 import random_trees
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from kernel_cases import expected, lower_for_h200, make_case, relative_rms, solve_operands
+from kernel_cases import expected, in_pool, lower_for_h200, make_case, relative_rms, solve_operands
 
 import pallas_kernels.wy_solve.launch
 from pallas_kernels.node_scan import node_scan
@@ -39,7 +39,8 @@ def solve(case, implementation="interpret"):
 
 def fused(case):
     """The first three rows of the case as the path before, then the case."""
-    previous = PathFactors(case.k, case.v, case.g, jnp.full(len(case.trees), 3, jnp.int32))
+    rows = in_pool(case, case.k, case.v, case.g)
+    previous = PathFactors(*rows, jnp.full(len(case.trees), 3, jnp.int32))
     rows = jnp.int32(case.layer), previous, *solve_operands(case)
     return wy_commit_solve(case.R, *rows, implementation="interpret")
 

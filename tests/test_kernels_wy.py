@@ -176,7 +176,8 @@ def test_commits_lower_for_an_h200():
     q, v, g, (R, layer, seen, size) = big_arguments(32, "bfloat16")
     of = jax.ShapeDtypeStruct
     u = of(v.shape, jnp.float32)
-    path = PathFactors(*(of((1, 12, *x.shape[2:]), x.dtype) for x in (q, u, g)), size)
+    pool = [of((R.shape[0], 1, 12, *x.shape[2:]), x.dtype) for x in (q, u, g)]
+    path = PathFactors(*pool, size)
     fused = functools.partial(wy_commit_solve, implementation="mosaic_gpu")
     assert "mosaic_gpu" in lower_for_h200(fused, R, layer, path, q, q, v, g, g, seen, size)
     publish = functools.partial(wy_commit, implementation="mosaic_gpu")

@@ -13,7 +13,7 @@ import numpy as np
 import oracle
 import pytest
 import random_trees
-from kernel_cases import expected, make_case, order_of, relative_rms, solve_operands
+from kernel_cases import expected, in_pool, make_case, order_of, relative_rms, solve_operands
 
 import pallas_kernels.wy_solve.launch
 from pallas_kernels.wy_solve import PathFactors, wy_commit_solve, wy_solve
@@ -110,12 +110,8 @@ def test_fused_commit_continues_from_the_committed_state(dims, dtype, implementa
         rows[0] = rows[0].at[: len(paths[0][0])].set(paths[0][part][:longest])
         return jnp.stack(rows)
 
-    previous = PathFactors(
-        padded(1, first.k),
-        padded(2, u),
-        padded(3, first.g),
-        jnp.asarray([min(len(paths[0][0]), longest), 0, 0], jnp.int32),
-    )
+    rows = in_pool(first, padded(1, first.k), padded(2, u), padded(3, first.g))
+    previous = PathFactors(*rows, jnp.asarray([min(len(paths[0][0]), longest), 0, 0], jnp.int32))
     node = paths[0][0][min(len(paths[0][0]), longest) - 1]
 
     @jax.jit
@@ -143,19 +139,47 @@ def test_a_long_path_is_committed_in_blocks(rows, dtype):
     tree = random_trees.chain(20)
     case = make_case([tree], rows, (1, 1), (32, 64), jnp.dtype(dtype))
     _, u = solve(case, "xla")
-    previous = PathFactors(case.k, u, case.g, jnp.asarray([20], jnp.int32))
+    previous = PathFactors(*in_pool(case, case.k, u, case.g), jnp.asarray([20], jnp.int32))
     run = jax.jit(functools.partial(wy_commit_solve, implementation="interpret"))
     *_, R = run(case.R, jnp.int32(case.layer), previous, *solve_operands(case))
     assert relative_rms(R[case.layer, 0], expected(case, 0)[1][19]) < IEEE
 
 
+@pytest.mark.parametrize("implementation", ["interpret", "xla"])
+@pytest.mark.parametrize("rows", [24, 70])
+def test_a_path_may_be_committed_without_being_written(rows, implementation):
+    """Same outputs where nothing is written, the pool's bytes stay; in trees of one segment and of
+    three, whose later segments read the state again. Sequences differ in one call."""
+    tree = [-1, *(int(RNG.integers(i)) for i in range(1, rows - 3))]  # parents come first
+    case = make_case([tree, tree[:5], tree], rows, (1, 1), (32, 64), jnp.dtype("bfloat16"))
+    path = make_case([random_trees.chain(20)] * 3, 20, (1, 1), (32, 64), case.k.dtype, seed=5)
+    _, u = solve(path, "xla")
+    factors = *in_pool(path, path.k, u, path.g), jnp.full(3, 20, jnp.int32)
+    commit = jax.jit(functools.partial(wy_commit_solve, implementation=implementation))
+    rest = (PathFactors(*factors), *solve_operands(case))
+    wanted, U, written = commit(case.R, jnp.int32(case.layer), *rest)
+    write = jnp.array([False, True, False])
+    out, u, R = commit(case.R, jnp.int32(case.layer), *rest, write=write)
+    np.testing.assert_array_equal(R[:, 0], case.R[:, 0])
+    np.testing.assert_array_equal(R[:, 1], written[:, 1])
+    np.testing.assert_array_equal(R[:, 2], case.R[:, 2])
+    for b, parents in enumerate(case.trees):
+        for ours, theirs in ((out, wanted), (u, U)):
+            np.testing.assert_array_equal(ours[b, : len(parents)], theirs[b, : len(parents)])
+    R0 = np.asarray(written[case.layer, 0], np.float64)
+    o = case.operands
+    here = (x[0, : len(tree)] for x in (o.q, o.k, o.v, o.g, o.beta))
+    assert relative_rms(out[0, : len(tree)], oracle.delta_rule_tree(R0, tree, *here)[0]) < IEEE
+    assert not np.array_equal(written[:, 0], case.R[:, 0])
+
+
 def abstract_sizes(dtype, key_dim, path):
     of = jax.ShapeDtypeStruct
     key, value = (of((1, 32, heads, key_dim), jnp.dtype(dtype)) for heads in (1, 2))
-    gate = of((1, path, 2), jnp.float32)
+    gate = of((1, 1, path, 2), jnp.float32)
     previous = None
     if path:
-        rows = of((1, path, 1, key_dim), key.dtype), of((1, path, 2, key_dim), jnp.float32)
+        rows = of((1, 1, path, 1, key_dim), key.dtype), of((1, 1, path, 2, key_dim), jnp.float32)
         previous = PathFactors(*rows, gate, of((1,), jnp.int32))
     return sizes_of((key, key, value, None, None, None, None), previous, "ieee")
 
@@ -172,7 +196,7 @@ def test_the_first_form_of_program_that_fits_is_taken():
 def test_a_path_that_no_copy_can_move_is_refused():
     case = make_case([[-1]], 8, (1, 1), (16, 64))
     rows = [jnp.repeat(x, 300, axis=1)[:, :300] for x in (case.k, case.v, case.g)]
-    previous = PathFactors(*rows, jnp.asarray([1], jnp.int32))
+    previous = PathFactors(*in_pool(case, *rows), jnp.asarray([1], jnp.int32))
     with pytest.raises(ValueError, match="paths of at most 256 rows, not 304"):
         wy_commit_solve(
             case.R, jnp.int32(0), previous, *solve_operands(case), implementation="interpret"

@@ -64,7 +64,7 @@ class Case:
       stacked: operands of all layers [L, B, N, ...].
       layers: the same, one layer each, so that no program slices.
       u: [L, B, N, Hv, dv] pseudo-values to commit, arbitrary.
-      factors: [B, P, ...] a layer: the published path's rows of k, u and g, P a multiple of 16.
+      factors: [L, B, P, ...]: the published path's rows of k, u and g, P a multiple of 16.
       nodes: [B, P] the published path, -1 padded; ``length`` [B].
     """
 
@@ -75,7 +75,7 @@ class Case:
     stacked: Layer
     layers: tuple[Layer, ...]
     u: jax.Array
-    factors: tuple[Factors, ...]
+    factors: Factors
     parent: jax.Array
     size: jax.Array
     ancestors: jax.Array
@@ -126,9 +126,7 @@ def make_case(settings: Settings, batch: int, tree: Tree, layers: int, kind: str
         stacked=stacked,
         layers=tuple(Layer(*(_layer(x, i) for x in stacked)) for i in range(layers)),
         u=u,
-        factors=tuple(
-            Factors(*(_rows(x, i, rows) for x in (stacked.k, u, stacked.g))) for i in range(layers)
-        ),
+        factors=Factors(*(_rows(x, rows) for x in (stacked.k, u, stacked.g))),
         parent=_tile(tree.padded_parents(), batch),
         size=jnp.full(batch, tree.size, jnp.int32),
         ancestors=_tile(tree.ancestors(), batch),
@@ -168,8 +166,8 @@ def _layer(stacked: jax.Array, layer: int) -> jax.Array:
 
 
 @jax.jit
-def _rows(stacked: jax.Array, layer: int, rows: jax.Array) -> jax.Array:
-    return stacked[layer][:, rows]
+def _rows(stacked: jax.Array, rows: jax.Array) -> jax.Array:
+    return stacked[:, :, rows]
 
 
 @jax.jit

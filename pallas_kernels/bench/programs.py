@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.bench.cases import Case, Factors
+from pallas_kernels.bench.cases import Case
 from pallas_kernels.node_scan import node_scan
 from pallas_kernels.path_scan import path_scan
 from pallas_kernels.replay import replay
@@ -133,9 +133,8 @@ def _wy_commit_solve(case: Case) -> tuple[Callable, Any]:
 
     def step(pool, operands):
         layers, factors, length, ancestors, size = operands
-        outputs = []
-        for i, (x, before) in enumerate(zip(layers, factors, strict=True)):
-            previous = _path_factors(before, length)
+        outputs, previous = [], PathFactors(*factors, length)
+        for i, x in enumerate(layers):
             out, u, pool = call(
                 pool, jnp.int32(i), previous, x.q, x.k, x.v, x.g, x.beta, ancestors, size
             )
@@ -143,10 +142,6 @@ def _wy_commit_solve(case: Case) -> tuple[Callable, Any]:
         return tuple(outputs), pool
 
     return step, (case.layers, case.factors, case.length, case.ancestors, case.size)
-
-
-def _path_factors(factors: Factors, length: jax.Array) -> PathFactors:
-    return PathFactors(k=factors.k, u=factors.u, g=factors.g, length=length)
 
 
 def _path_scan_replay(case: Case) -> tuple[Callable, Any]:

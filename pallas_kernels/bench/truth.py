@@ -82,8 +82,8 @@ class Truth:
 
     def _published(self, layer: int, row: int) -> np.ndarray:
         """The state after the case's factors."""
-        factors, path = self.case.factors[layer], len(self.case.tree.published)
-        k, u, g = (exact(x[row])[:path] for x in factors)
+        path = len(self.case.tree.published)
+        k, u, g = (exact(x[layer, row])[:path] for x in self.case.factors)
         return committed(exact(self.case.pool[layer, row]), k, u, g)
 
     def _after(self, layer: int, row: int) -> np.ndarray:

@@ -85,15 +85,17 @@ def wy_commit_solve(
     *,
     precision: str = "ieee",
     order: jax.Array | None = None,
+    write: jax.Array | None = None,
     implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Commit ``previous`` into the layer's states, then ``wy_solve`` from there: (out, U, R).
 
-    The state is read once and written once, in place if R is donated. A previous path of length 0
-    leaves its state's bytes as they are.
+    The state is read once and written once, in place if R is donated; where ``write`` [B] bool is
+    False it is committed on the chip only and R stays as it is, so that the next step must be given
+    the same factors again. A previous path of length 0 leaves its state's bytes as they are.
     """
     operands = (q, k, v, g, beta, ancestors, size)
-    return _solve(R, layer, previous, operands, order, None, precision, implementation)
+    return _solve(R, layer, previous, operands, order, None, precision, implementation, write)
 
 
 def _solve(
@@ -105,6 +107,7 @@ def _solve(
     U: jax.Array | None,
     precision: str,
     implementation: str,
+    write: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     if precision not in PRECISIONS:
         known = ", ".join(PRECISIONS)
@@ -115,11 +118,11 @@ def _solve(
     sizes = sizes_of(operands, previous, precision)
     chosen = resolve(implementation, _unsupported(sizes, R, operands, previous))
     if chosen == "xla":
-        out, u, R = _reference(R, layer, previous, operands, precision)
+        out, u, R = _reference(R, layer, previous, operands, write, precision)
     elif U is not None and order is None and _fits(sizes, R, U):
-        return solve_padded(sizes, R, layer, previous, operands, U, chosen)
+        return solve_padded(sizes, R, layer, previous, operands, U, None, chosen)
     else:
-        out, u, R = solve_padded(sizes, R, layer, previous, operands, None, chosen)
+        out, u, R = solve_padded(sizes, R, layer, previous, operands, None, write, chosen)
     out, u = out[:, :rows], u[:, :rows]
     if order is not None:
         back = jnp.argsort(order, axis=1)
@@ -148,12 +151,15 @@ def _reference(
     layer: jax.Array,
     previous: PathFactors | None,
     operands: tuple[jax.Array, ...],
+    write: jax.Array | None,
     precision: str,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    R0 = jnp.take(R, layer, axis=0)
+    R0 = kept = jnp.take(R, layer, axis=0)
     if previous is not None:
-        R0 = jax.vmap(commit)(R0, previous.k, previous.u, previous.g, previous.length)
-        R = R.at[layer].set(R0)
+        k, u, g = (jnp.take(x, layer, axis=0) for x in (previous.k, previous.u, previous.g))
+        R0 = jax.vmap(commit)(R0, k, u, g, previous.length)
+        written = R0 if write is None else jnp.where(write[:, None, None, None], R0, kept)
+        R = R.at[layer].set(written)
     solve = jax.vmap(lambda R0, *operands: reference.solve(R0, *operands, precision=precision))
     out, u = solve(R0, *operands)
     return out, u, R

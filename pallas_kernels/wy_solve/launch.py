@@ -29,14 +29,15 @@ from pallas_kernels.wy_solve.sizes import (
 
 
 class PathFactors(struct.PyTreeNode):
-    """Factors of an accepted path, in its order.
+    """Factors of accepted rows, in the order of their path, a pool with all layers.
 
     Attributes:
-      k: [B, P, Hk, dk] keys, finite also past the length: they are multiplied by 0.
-      u: [B, P, Hv, dv] float32 pseudo-values. g: [B, P, Hv] log decays.
+      k: [L, B, P, Hk, dk] keys, finite also past the length: they are multiplied by 0.
+      u: [L, B, P, Hv, dv] float32 pseudo-values. g: [L, B, P, Hv] log decays.
       length: [B] int32 rows that count; 0 commits nothing.
 
-    P is padded to a multiple of 16, which costs copies where it is none.
+    The kernel reads the pool where it lies if P is a multiple of 16, dv of 128, Hv of 8, and the
+    keys are bfloat16 of a width that needs no padding; it copies the layer's part otherwise.
     """
 
     k: jax.Array
@@ -63,7 +64,7 @@ def sizes_of(
         dtype=k.dtype,
         precision=precision,
         window=1,
-        path=0 if previous is None else round_up(previous.k.shape[1], PATH_BLOCK),
+        path=0 if previous is None else round_up(previous.k.shape[2], PATH_BLOCK),
     )
     windows = [n for n in range(WINDOW, 0, -1) if sizes.chunks % n == 0]
     if sizes.path:
@@ -82,6 +83,7 @@ def solve_padded(
     previous: PathFactors | None,
     operands: tuple[jax.Array, ...],
     U: jax.Array | None,
+    write: jax.Array | None,
     chosen: str,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Outputs, pseudo-values (or U with them) and the pool, of padded rows; ``chosen`` is
@@ -106,10 +108,11 @@ def solve_padded(
     }
     if previous is not None:
         arrays |= {
-            "path_k": _path_terms(sizes, previous),
-            "path_u": pad_axis(pad_axis(previous.u, 3, channels), 1, sizes.path),
-            "path_g": pad_axis(pad_axis(previous.g, 2, heads), 1, sizes.path),
+            "path_k": _path_terms(sizes, previous, layer),
+            "path_u": _path_rows(previous.u, layer, (sizes.path, sizes.value_heads, channels)),
+            "path_g": _path_rows(previous.g, layer, (sizes.path, heads)),
             "path_length": previous.length,
+            "path_write": jnp.ones_like(size) if write is None else write.astype(jnp.int32),
         }
     out, u, pool = _call(sizes, arrays, pool, U, chosen)
     if pool.shape == R.shape:
@@ -132,13 +135,25 @@ def _call(
     return out, u, jax.freeze(state) if sizes.path else pool
 
 
-def _path_terms(sizes: Sizes, previous: PathFactors) -> jax.Array:
-    """Keys of the path as exact sums of bfloat16 terms: [B, terms, P, Hk, dk]."""
-    k = pad_axis(pad_axis(previous.k, 3, sizes.key_dim), 1, sizes.path)
+def _path_rows(x: jax.Array, layer: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The pool x [L, B, P, ...] if its rows have the padded shape, else the layer's padded rows
+    [1, B, ...]."""
+    if x.shape[2:] == shape:
+        return x
+    x = jnp.take(x, layer, axis=0)[None]
+    for axis, size in enumerate(shape, 2):
+        x = pad_axis(x, axis, size)
+    return x
+
+
+def _path_terms(sizes: Sizes, previous: PathFactors, layer: jax.Array) -> jax.Array:
+    """Keys of the path as exact sums of bfloat16 terms: [L or 1, B, terms, P, Hk, dk]."""
+    shape = sizes.path, sizes.key_heads, sizes.key_dim
     if sizes.path_terms == 1:
-        return k[:, None]
-    past = lax.broadcasted_iota(jnp.int32, k.shape, 1) >= previous.length[:, None, None, None]
-    return jnp.stack(split_bf16(jnp.where(past, 0.0, k), sizes.path_terms), axis=1)
+        return _path_rows(previous.k, layer, shape)[:, :, None]
+    k = _path_rows(jnp.take(previous.k, layer, axis=0)[None], jnp.int32(0), shape)
+    past = lax.broadcasted_iota(jnp.int32, k.shape, 2) >= previous.length[None, :, None, None, None]
+    return jnp.stack(split_bf16(jnp.where(past, 0.0, k), sizes.path_terms), axis=2)
 
 
 def _seen_bits(sizes: Sizes, ancestors: jax.Array) -> jax.Array:

@@ -11,6 +11,7 @@ cost a launch, recomputing them costs 8 tensor-core instructions.
 Rows are in topological order. Trees of more than 32 rows go in segments of 32.
 """
 
+import dataclasses
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +31,7 @@ from pallas_kernels.wy_solve.program import Program, together
 from pallas_kernels.wy_solve.sizes import BLOCK, CHANNELS, SEGMENT, Sizes, scratch_types
 
 INPUTS = ("layer", "count", "seen", "q", "k", "v", "g", "beta")
-PATH = ("path_k", "path_u", "path_g", "path_length")
+PATH = ("path_k", "path_u", "path_g", "path_length", "path_write")
 
 
 def solve(
@@ -42,7 +43,8 @@ def solve(
       arrays: ``INPUTS``, and ``PATH`` if ``sizes.path``: layer [1], count [B]; seen
         [B, S, S, 64] int32, bit j tells whether a row of the first segment, each given twice, is
         or descends from row j of the second; q, k, v as in the contract; g and beta [B, N, 8 n];
-        the path's factors, padded alike.
+        the path's factors, padded alike, with a layer axis of L or of 1; path_write [B], whether
+        the committed state is written.
       R: the pool, an array, or a mutable reference if a path is committed first.
       U: a mutable reference [L, B, N, Hv, dv] for the pseudo-values, returned as it is; or None.
     """
@@ -76,6 +78,7 @@ def solve(
                 layer=layer,
                 count=inputs.count[b],
                 length=inputs.path_length[b] if sizes.path else 0,
+                writes=inputs.path_write[b] > 0 if sizes.path else False,
                 s=SimpleNamespace(**scratch, **shared),
                 inputs=inputs,
                 out=out,
@@ -127,10 +130,12 @@ def run(p: Program) -> None:
         if alone:
             run_segment(p, jnp.int32(0), first=True)
         if p.sizes.segments > 1:
+            # A later segment reads the state from GMEM: committed, or as it was and commits again.
+            again = dataclasses.replace(p, length=jnp.where(p.writes, 0, p.length), writes=False)
 
             def later(segment, carry):
                 together(p)
-                run_segment(p, segment, first=False)
+                run_segment(again, segment, first=False)
                 return carry
 
             lax.fori_loop(int(alone), (p.count + SEGMENT - 1) // SEGMENT, later, 0)
@@ -145,7 +150,7 @@ def run_segment(p: Program, segment: jax.Array, first: bool) -> None:
 
     ``first`` is for a segment that has none before it: it couples while the state arrives.
     """
-    commits = first and p.sizes.path > 0
+    commits = p.sizes.path > 0
     start = SEGMENT * segment
 
     if not p.sizes.wide:
@@ -172,7 +177,7 @@ def run_segment(p: Program, segment: jax.Array, first: bool) -> None:
         if commits and p.sizes.wide:
             commit_path(p)
         total = tensor_cores.products(p, commits)
-        if commits:
+        if commits and first:
             # Later segments read the state back from GMEM.
             plgpu.wait_smem_to_gmem(0, wait_read_only=p.sizes.segments == 1)
         together(p)  # the products take the place of the state

@@ -15,17 +15,20 @@ TILE = (HALF, PATH_BLOCK)
 
 def stage_path(p: Program) -> None:
     """Start copying the previous path's factors into SMEM."""
-    b, bar = p.b, p.s.path_loaded
-    eight = pl.ds((p.h // BLOCK) * BLOCK, BLOCK)
+    bar, eight = p.s.path_loaded, pl.ds((p.h // BLOCK) * BLOCK, BLOCK)
+    k, u, g = (
+        x.at[p.layer if x.shape[0] > 1 else 0, p.b]
+        for x in (p.inputs.path_k, p.inputs.path_u, p.inputs.path_g)
+    )
     for term in range(p.sizes.path_terms):
-        source = p.inputs.path_k.at[b, term, :, p.key_head]
-        plgpu.copy_gmem_to_smem(source, p.s.path_k.at[term], bar)
-    plgpu.copy_gmem_to_smem(p.inputs.path_u.at[b, :, p.h, p.channels], p.s.path_u, bar)
-    plgpu.copy_gmem_to_smem(p.inputs.path_g.at[b, :, eight], p.s.path_g, bar)
+        plgpu.copy_gmem_to_smem(k.at[term, :, p.key_head], p.s.path_k.at[term], bar)
+    plgpu.copy_gmem_to_smem(u.at[:, p.h, p.channels], p.s.path_u, bar)
+    plgpu.copy_gmem_to_smem(g.at[:, eight], p.s.path_g, bar)
 
 
 def commit_path(p: Program) -> None:
-    """Commit the previous path into this warpgroup's rows of the state, in SMEM and in GMEM.
+    """Commit the previous path into this warpgroup's rows of the state, in SMEM and, if the program
+    ``writes``, in GMEM.
 
     R <- exp(G) R + sum over rows j of exp(G - G_j) u_j k_j^T, as in ``wy_commit.tile``, with the
     sums on the tensor cores: float32 u as three terms, a bfloat16 k as it is.
@@ -53,7 +56,7 @@ def commit_path(p: Program) -> None:
         lax.fori_loop(0, p.sizes.chunks, commit_chunk, 0)
         plgpu.commit_smem()
 
-        @pl.when(p.owns_state)
+        @pl.when(p.owns_state & p.writes)
         def _():
             plgpu.copy_smem_to_gmem(p.s.state.at[p.rows], p.state(0))
 

@@ -29,6 +29,7 @@ class Program:
       layer: of the pool.
       count: active rows of the tree.
       length: rows of the path that is committed first.
+      writes: whether the committed state goes back to GMEM.
       s: SMEM by the names of ``sizes.scratch_types``, with the shared part taken apart.
       inputs: GMEM references by name.
       out, u: [B, N, Hv, dv] outputs and pseudo-values in GMEM.
@@ -43,6 +44,7 @@ class Program:
     layer: Any
     count: Any
     length: Any
+    writes: Any
     s: SimpleNamespace
     inputs: SimpleNamespace
     out: Ref
