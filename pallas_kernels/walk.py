@@ -4,22 +4,30 @@ A scan that continues every node from its parent's state can walk the tree depth
 state in hand, and must remember a state only where other children still wait. Children are visited
 lightest subtree first. So once a node's heaviest child starts, its saved state is no longer needed,
 and few slots suffice (``slots``). Rows may be packed in any order.
+
+``plan_paths`` is the naive program to compare with: each root-to-leaf path alone, nothing kept.
 """
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
+RESTART = -2
+"""A step that continues no other: it starts from the sequence's own state."""
+
 
 class Walk(flax.struct.PyTreeNode):
-    """One program a sequence; step t visits ``node[t]``.
+    """One program a sequence; step t visits ``node[t]``. S = N steps, more if paths are walked.
 
     Attributes:
-      node: [B, N] int32. Steps at or past ``size`` list the inactive rows.
-      load: [B, N] int32. The slot to load the parent's state from, or -1: it is the one in hand.
-        Step 0 has -1: the state in hand is then the sequence's own.
-      save: [B, N] int32. The slot that keeps the new state for later children, or -1.
-      size: [B] int32.
+      node: [B, S] int32. Steps from ``size`` on list the inactive rows; if S > N, what is left
+        after them names any row.
+      load: [B, S] int32. The slot to load the parent's state from; -1: it is the one in hand;
+        ``RESTART``, only if S > N: the sequence's own state again. Step 0 has -1: the state in hand
+        is then the sequence's own.
+      save: [B, S] int32. The slot that keeps the new state for later children, or -1; all -1 if
+        S > N.
+      size: [B] int32 steps.
     """
 
     node: jax.Array
@@ -75,6 +83,48 @@ def _plan_one(parent: jax.Array, size: jax.Array) -> Walk:
     load = jnp.where(child & ~first, slot[jnp.maximum(parent, 0)], -1)
     node = jnp.zeros_like(rows).at[step].set(rows, unique_indices=True)
     return Walk(node=node, load=load[node], save=save[node], size=size)
+
+
+def path_steps(capacity: int, max_depth: int) -> int:
+    """Steps that suffice to walk every path of a tree by itself, and to list its inactive rows.
+
+    Below a deepest path of d + 1 nodes at most N - d leaves find room, each with d + 1 nodes on its
+    path or fewer: a chain of d nodes with N - d leaves has the most, and d = (N - 1) / 2 the most
+    of those. An inactive row takes one step and saves one at least.
+    """
+    depth = min(max_depth, (capacity - 1) // 2)
+    return (capacity - depth) * (depth + 1)
+
+
+def plan_paths(parent: jax.Array, size: jax.Array, max_depth: int) -> Walk:
+    """The programs that visit every root-to-leaf path from its root on, leaves in row order.
+
+    A node is visited once for every leaf below it. Arguments are those of ``plan``; no tree may be
+    deeper than ``max_depth``, which bounds the steps (``path_steps``).
+    """
+    steps = path_steps(parent.shape[1], max_depth)
+    return jax.vmap(lambda parent, size: _plan_paths_one(parent, size, steps))(parent, size)
+
+
+def _plan_paths_one(parent: jax.Array, size: jax.Array, steps: int) -> Walk:
+    rows = jnp.arange(parent.shape[0], dtype=jnp.int32)
+    active = rows < size
+    child = active & (rows > 0)
+    above = _ancestors_or_self(jnp.where(child, parent, rows))
+    leaf = active & ~((parent[:, None] == rows[None, :]) & child[:, None]).any(0)
+    length = jnp.where(leaf, above.sum(1, dtype=jnp.int32), 0)
+    end = jnp.cumsum(length)
+    start = end - length
+
+    # Step of node j on the path to leaf i; pairs that are none go to a step that is cut off.
+    depth = above.sum(1, dtype=jnp.int32) - 1
+    step = jnp.where(leaf[:, None] & above, start[:, None] + depth[None, :], steps)
+    idle = jnp.where(active, steps, end[-1] + rows - size)
+    node = jnp.zeros(steps + 1, jnp.int32).at[step].set(jnp.broadcast_to(rows, step.shape))
+    node = node.at[idle].set(rows)[:steps]
+    again = jnp.where(leaf & (start > 0), start, steps)
+    load = jnp.full(steps + 1, -1, jnp.int32).at[again].set(RESTART)[:steps]
+    return Walk(node=node, load=load, save=jnp.full_like(load, -1), size=end[-1])
 
 
 def _ancestors_or_self(parent: jax.Array) -> jax.Array:

@@ -18,7 +18,7 @@ from pallas_kernels.node_scan import node_scan
 from pallas_kernels.path_scan import path_scan
 from pallas_kernels.replay import replay
 from pallas_kernels.tree_conv import tree_conv
-from pallas_kernels.walk import plan
+from pallas_kernels.walk import plan, plan_paths
 from pallas_kernels.wy_commit import wy_commit
 from pallas_kernels.wy_solve import PathFactors, wy_commit_solve, wy_solve
 from pallas_kernels.wy_solve import mosaic_gpu as solve_kernel
@@ -27,7 +27,7 @@ TREE = [-1, 0, 0, 1, 1, 3, 2]
 ERROR = 5e-7  # of a float32 recurrence over a few nodes
 
 
-def scan(case, scan=path_scan):
+def scan(case, scan=path_scan, plan=plan):
     rows = case.q, case.k, case.v, case.alpha, case.beta, plan(case.parent, case.size)
     return scan(case.R, jnp.int32(case.layer), *rows, implementation="interpret")
 
@@ -93,6 +93,9 @@ def test_fc24_the_last_key_channels_count():
 OPERATIONS = {
     "path_scan": lambda case: scan(case),
     "node_scan": lambda case: scan(case, node_scan),
+    "node_scan, paths": lambda case: scan(
+        case, node_scan, functools.partial(plan_paths, max_depth=3)
+    ),
     "replay": lambda case: publish(case, 5),
     "wy_solve": lambda case: solve(case),
     "wy_solve narrow": lambda case: solve(case),

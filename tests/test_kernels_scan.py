@@ -12,16 +12,16 @@ from random_trees import HYDRA27, chain, children_first, comb, random_parents, s
 from pallas_kernels.node_scan import node_scan
 from pallas_kernels.path_scan import memory, path_scan
 from pallas_kernels.replay import replay
-from pallas_kernels.walk import Walk, plan
+from pallas_kernels.walk import Walk, path_steps, plan, plan_paths
 
-SCANS = {"path_scan": path_scan, "node_scan": node_scan}
+SCANS = {"path_scan": path_scan, "node_scan": node_scan, "every path": node_scan}
 
 
 @functools.partial(jax.jit, static_argnames=("name", "implementation"))
 def run(R, layer, q, k, v, alpha, beta, parent, size, name, implementation):
-    """(out,) or (out, states) of either scan."""
-    scan = SCANS[name]
-    walk = plan(parent, size)
+    """(out,) or (out, states) of either scan, or of the second over every path by itself."""
+    scan, bound = SCANS[name], parent.shape[1] - 1
+    walk = plan_paths(parent, size, bound) if name == "every path" else plan(parent, size)
     out = scan(R, layer, q, k, v, alpha, beta, walk, implementation=implementation)
     return (out,) if name == "path_scan" else out
 
@@ -90,6 +90,24 @@ def test_node_scan_matches_the_recurrence(case, dtype):
     check(make_case(*rest, dtype, kind=kind), "node_scan", "interpret", 5e-7)
 
 
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        ("7 nodes, 24x40, ratio 3", jnp.bfloat16),
+        ("hydra27, empty, star", jnp.float32),
+    ],
+)
+def test_every_path_by_itself_writes_the_same_bits(case, dtype):
+    """Walks longer than the rows, which start again from the sequence's own state."""
+    *rest, kind = CASES[case]
+    case = make_case(*rest, dtype, kind=kind)
+    check(case, "every path", "interpret", 5e-7)
+    paths, nodes = (run_case(case, name, "interpret") for name in ("every path", "node_scan"))
+    np.testing.assert_array_equal(paths[0], nodes[0])
+    for b, tree in enumerate(case.trees):
+        np.testing.assert_array_equal(paths[1][b, : len(tree)], nodes[1][b, : len(tree)])
+
+
 def test_both_scans_are_bitwise_the_native_recurrence():
     """Every node's output and state: a one-node scan and a one-row replay from its parent."""
     tree = random_parents(np.random.default_rng(2), 8)
@@ -126,10 +144,10 @@ def test_inactive_rows_and_sequences_are_neither_read_nor_used():
     np.testing.assert_array_equal(np.asarray(out), np.asarray(clean))
 
 
-def lowered(scan, batch, nodes, heads, dims, dtype):
+def lowered(scan, batch, nodes, heads, dims, dtype, steps=None):
     (key_heads, value_heads), (dk, dv) = heads, dims
     spec, f32 = jax.ShapeDtypeStruct, jnp.float32
-    table = spec((batch, nodes), jnp.int32)
+    table = spec((batch, steps or nodes), jnp.int32)
     return lower_for_h200(
         functools.partial(scan, implementation="mosaic_gpu"),
         spec((4, batch, value_heads, dv, dk), f32),
@@ -165,6 +183,20 @@ def test_odd_shapes_lower_for_an_h200(nodes, heads, dims, dtype):
     assert "mosaic_gpu" in lowered(path_scan, 1, nodes, heads, dims, dtype)
 
 
+@pytest.mark.parametrize(
+    ("nodes", "depth", "dims", "dtype"),
+    [
+        (32, 11, (128, 128), jnp.float32),
+        (32, 11, (128, 128), jnp.bfloat16),
+        (7, 2, (24, 40), jnp.bfloat16),
+        (128, 127, (128, 64), jnp.bfloat16),  # 4160 steps, copied 256 at a time
+    ],
+)
+def test_walks_of_every_path_lower_for_an_h200(nodes, depth, dims, dtype):
+    steps = path_steps(nodes, depth)
+    assert "mosaic_gpu" in lowered(node_scan, 8, nodes, (2, 4), dims, dtype, steps)
+
+
 def test_what_the_kernel_cannot_take_is_refused_or_referred():
     with pytest.raises(ValueError, match="bytes of shared memory"):
         lowered(path_scan, 1, 128, (1, 1), (256, 64), jnp.float32)
@@ -172,6 +204,10 @@ def test_what_the_kernel_cannot_take_is_refused_or_referred():
         lowered(path_scan, 1, 8, (1, 1), (16, 64), jnp.float16)
     with pytest.raises(ValueError, match="head widths to 256"):
         lowered(node_scan, 1, 8, (1, 1), (272, 64), jnp.float32)
+    with pytest.raises(ValueError, match="128 nodes, walked in 4160 steps, of width 128 in flo"):
+        lowered(node_scan, 1, 128, (1, 1), (128, 64), jnp.float32, path_steps(128, 127))
+    with pytest.raises(ValueError, match=r"shape \(1, 16\) and the rows \(1, 8\)"):
+        lowered(path_scan, 1, 8, (1, 1), (16, 64), jnp.float32, 16)
     case = make_case([[-1, 0]], 8, (1, 1), (16, 64))
     with pytest.raises(ValueError, match="default device is a CPU"):
         run_case(case, "path_scan", "mosaic_gpu")
@@ -182,6 +218,6 @@ def test_what_the_kernel_cannot_take_is_refused_or_referred():
 @pytest.mark.parametrize("export", [False, True])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 def test_two_programs_share_a_multiprocessor_at_the_main_shape(dtype, export):
-    plan = memory.plan(32, 128, jnp.dtype(dtype), export)
+    plan = memory.plan(32, 32, 128, jnp.dtype(dtype), export)
     assert plan.bytes <= memory.PAIRED_BYTES
     assert plan.slots >= 1 or export  # hydra27 needs one

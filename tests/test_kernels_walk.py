@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+from oracle import depth_of, path_to
 from random_trees import (
     HYDRA27,
     chain,
@@ -17,9 +18,10 @@ from random_trees import (
     star,
 )
 
-from pallas_kernels.walk import plan, slots
+from pallas_kernels.walk import RESTART, path_steps, plan, plan_paths, slots
 
 PLAN = jax.jit(plan)
+PLAN_PATHS = jax.jit(plan_paths, static_argnums=2)
 
 
 def binary(levels):
@@ -27,12 +29,15 @@ def binary(levels):
     return [-1] + [(row - 1) // 2 for row in range(1, 2**levels - 1)]
 
 
-def make_plan(trees, capacity):
+def pack(trees, capacity):
     parent = np.full((len(trees), capacity), -1, np.int32)
     for b, tree in enumerate(trees):
         parent[b, : len(tree)] = tree
-    sizes = jnp.asarray([len(tree) for tree in trees], jnp.int32)
-    return jax.tree.map(np.asarray, PLAN(jnp.asarray(parent), sizes))
+    return jnp.asarray(parent), jnp.asarray([len(tree) for tree in trees], jnp.int32)
+
+
+def make_plan(trees, capacity):
+    return jax.tree.map(np.asarray, PLAN(*pack(trees, capacity)))
 
 
 def run(walk, b):
@@ -127,3 +132,44 @@ def test_lighter_children_come_first_and_ties_keep_their_order():
     assert list(walk.node[0, :6]) == [0, 2, 3, 1, 4, 5]
     assert list(walk.load[0, :6]) == [-1, -1, 0, 0, -1, -1]
     assert list(walk.save[0, :6]) == [0, -1, -1, -1, -1, -1]
+
+
+def check_paths(trees, capacity, max_depth):
+    """Every path in turn from the root on, then the inactive rows, and never out of room."""
+    walk = jax.tree.map(np.asarray, PLAN_PATHS(*pack(trees, capacity), max_depth))
+    assert walk.node.shape[1] == path_steps(capacity, max_depth)
+    for b, tree in enumerate(trees):
+        leaves = [row for row in range(len(tree)) if row not in tree]
+        visits = [node for leaf in leaves for node in path_to(tree, leaf)]
+        idle = list(range(len(tree), capacity))
+        assert walk.size[b] == len(visits)
+        assert walk.node[b, : len(visits) + len(idle)].tolist() == visits + idle
+        starts = [t for t, node in enumerate(visits) if node == 0 and t > 0]
+        assert np.flatnonzero(walk.load[b] != -1).tolist() == starts
+        assert (walk.load[b][starts] == RESTART).all()
+        assert (walk.save[b] == -1).all()
+    return walk
+
+
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
+def test_every_path_is_walked_from_the_root(tree):
+    check_paths([tree, [], shuffle(tree, np.random.default_rng(2))[0]], 32, 31)
+
+
+def test_hydra27_takes_58_updates_path_by_path():
+    depth = max(depth_of(HYDRA27, node) for node in range(28))
+    assert check_paths([HYDRA27], 28, depth).size[0] == 58
+    assert path_steps(28, depth) == 204
+
+
+@hypothesis.given(st.lists(parent_lists(max_size=31), min_size=3, max_size=3))
+def test_paths_of_random_trees(trees):
+    check_paths(trees, 31, 30)
+
+
+@pytest.mark.parametrize(("capacity", "max_depth"), [(1, 0), (2, 1), (3, 2), (9, 8), (31, 4)])
+def test_a_chain_with_leaves_fills_the_steps(capacity, max_depth):
+    """The bound is reached: a chain of d nodes, d at most half of the rows, and leaves below it."""
+    depth = min(max_depth, (capacity - 1) // 2)
+    tree = chain(depth) + [depth - 1] * (capacity - depth) if depth else chain(capacity)
+    assert check_paths([tree], capacity, max_depth).size[0] == path_steps(capacity, max_depth)

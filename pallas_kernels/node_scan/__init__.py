@@ -1,7 +1,9 @@
 """Verify a tree and keep every node's state: what engines do by default, as a fair baseline.
 
 The walk, the update and the outputs are those of ``path_scan``. The states' bytes bound its speed:
-one state matrix a node and value head, written once.
+one state matrix a visit and value head, and ``walk.plan`` visits a node once. This scan also takes
+the longer walks of ``walk.plan_paths``, which visit a node once a leaf below it and write the same
+bits every time.
 """
 
 import jax
@@ -28,7 +30,8 @@ def node_scan(
 
     The states of inactive rows are unspecified. Arguments are those of ``path_scan``.
     """
-    chosen = resolve(implementation, unsupported(R, q, k, v, export=True))
+    problem = unsupported(R, q, k, v, steps=walk.node.shape[1], export=True)
+    chosen = resolve(implementation, problem)
     if chosen == "xla":
         return reference.node_scan(R, layer, q, k, v, alpha, beta, walk)
     return mosaic_gpu.node_scan(R, layer, q, k, v, alpha, beta, walk, chosen=chosen)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.update import advance_reference, per_value_head, read_reference
-from pallas_kernels.walk import Walk, slots
+from pallas_kernels.walk import RESTART, Walk, slots
 
 
 def node_scan(
@@ -24,21 +24,22 @@ def node_scan(
     return jax.vmap(_one)(lax.dynamic_index_in_dim(R, layer, keepdims=False), operands, walk)
 
 
-def _one(R, operands, walk):
+def _one(R0, operands, walk):
     """One sequence: every visit's state goes to its row, and saved ones are read back from it."""
-    capacity = walk.node.shape[0]
+    capacity, steps = operands[0].shape[0], walk.node.shape[0]
     home = jnp.zeros(slots(capacity) + 1, jnp.int32)  # the row whose state a slot holds
 
     def step(t, carry):
         R, home, out, states = carry
         node, load, save = walk.node[t], walk.load[t], walk.save[t]
         q, k, v, alpha, beta = (x[node] for x in operands)
-        R = jnp.where(load >= 0, states[home[load]], R)
+        R = jnp.where(load >= 0, states[home[load]], jnp.where(load == RESTART, R0, R))
         R = advance_reference(R, k, v, alpha, beta)
         home = home.at[jnp.where(save >= 0, save, home.shape[0])].set(node, mode="drop")
-        o = jnp.where(t < walk.size, read_reference(R, q), 0.0)
-        return R, home, out.at[node].set(o), states.at[node].set(R)
+        row = jnp.where(t < walk.size, node, capacity)
+        out = out.at[row].set(read_reference(R, q), mode="drop")
+        return R, home, out, states.at[row].set(R, mode="drop")
 
-    out = jnp.zeros((capacity, *R.shape[:2]), jnp.float32)
-    states = jnp.zeros((capacity, *R.shape), jnp.float32)
-    return lax.fori_loop(0, capacity, step, (R, home, out, states))[2:]
+    out = jnp.zeros((capacity, *R0.shape[:2]), jnp.float32)
+    states = jnp.zeros((capacity, *R0.shape), jnp.float32)
+    return lax.fori_loop(0, steps, step, (R0, home, out, states))[2:]

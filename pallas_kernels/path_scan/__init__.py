@@ -38,9 +38,14 @@ def path_scan(
       implementation: "auto", "xla", "mosaic_gpu" or "interpret".
 
     Raises:
-      ValueError: the kernel was asked for where it cannot run.
+      ValueError: the kernel was asked for where it cannot run, or the walk is longer than the rows.
     """
-    chosen = resolve(implementation, mosaic_gpu.unsupported(R, q, k, v, export=False))
+    if walk.node.shape != q.shape[:2]:
+        raise ValueError(
+            f"the walk has shape {walk.node.shape} and the rows {q.shape[:2]}, expected the same: "
+            "only node_scan takes longer walks"
+        )
+    chosen = resolve(implementation, mosaic_gpu.unsupported(R, q, k, v, steps=q.shape[1]))
     if chosen == "xla":
         return reference.path_scan(R, layer, q, k, v, alpha, beta, walk)
     return mosaic_gpu.path_scan(R, layer, q, k, v, alpha, beta, walk, chosen=chosen)

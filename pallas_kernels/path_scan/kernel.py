@@ -22,10 +22,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.path_scan import memory
-from pallas_kernels.path_scan.memory import GROUP, TILE
+from pallas_kernels.path_scan.memory import COPY, GROUP, TILE
 from pallas_kernels.tiles import COLS, ROWS, WG, Ref, compiler_params, interpreter, load, swizzled
 from pallas_kernels.update import advance, read
-from pallas_kernels.walk import Walk, slots
+from pallas_kernels.walk import RESTART, Walk
 
 
 @functools.partial(jax.jit, static_argnames=("export", "chosen"))
@@ -42,12 +42,15 @@ def tree_scan(
     export: bool,
     chosen: str,
 ) -> list[jax.Array]:
-    """[out] or, with ``export``, [out, states]. Sizes as the kernel takes them: dk and N
+    """[out] or, with ``export``, [out, states]. Sizes as the kernel takes them: dk, N and steps
     multiples of 8, dv of 64, and gates padded to a multiple of ``GROUP`` value heads."""
     batch, capacity, key_heads, key_dim = q.shape
     value_heads, value_dim = v.shape[2:]
-    plan = memory.plan(capacity, key_dim, q.dtype, export)
-    spilled = slots(capacity) - plan.slots
+    steps = walk.node.shape[1]
+    restarts = steps > capacity
+    pieces = [pl.ds(at, min(COPY, steps - at)) for at in range(0, steps, COPY)]
+    plan = memory.plan(capacity, steps, key_dim, q.dtype, export)
+    spilled = memory.saved_states(capacity, steps) - plan.slots
     out_type = [jax.ShapeDtypeStruct(v.shape, jnp.float32)]
     if export:
         out_type.append(jax.ShapeDtypeStruct((*v.shape, key_dim), jnp.float32))
@@ -82,12 +85,17 @@ def tree_scan(
                 (v_r.at[b, :, h, rows], smem["value"]),
                 (a_r.at[b, :, group], smem["gates"].at[0]),
                 (b_r.at[b, :, group], smem["gates"].at[1]),
-                (node_r.at[b], smem["walk"].at[0, pl.ds(0, capacity)]),
-                (load_r.at[b], smem["walk"].at[1, pl.ds(0, capacity)]),
-                (save_r.at[b], smem["walk"].at[2, pl.ds(0, capacity)]),
+                *(
+                    (table.at[b, piece], smem["walk"].at[i, piece])
+                    for i, table in enumerate((node_r, load_r, save_r))
+                    for piece in pieces
+                ),
             ):
                 plgpu.copy_gmem_to_smem(source, target, smem["barrier"])
-            lax.fori_loop(size, capacity, clear, 0)  # while the copies arrive
+            # While the copies arrive. A longer walk may name active rows after the inactive ones;
+            # their visits are still to come, and a thread's stores keep their order.
+            last = jnp.minimum(size + capacity, steps) if restarts else capacity
+            lax.fori_loop(size, last, clear, 0)
             plgpu.barrier_wait(smem["barrier"])
             keys, queries = smem["key"], smem["query"]
             if plan.widen:
@@ -102,10 +110,18 @@ def tree_scan(
                 head = h % GROUP
                 return node, kept[1, t], kept[2, t], gates[0, node, head], gates[1, node, head]
 
+            def restart(slot, R):
+                def again(_):
+                    if export:  # nodes of the paths before may be written again
+                        plgpu.wait_smem_to_gmem(0)
+                    return load(R_r.at[layer, b, h, rows], WG)
+
+                return lax.cond(slot == RESTART, again, lambda R: R, R)
+
             def step(t, carry):
                 R, (node, slot, keep, alpha, beta) = carry
-                following = visit(jnp.minimum(t + 1, capacity - 1))
-                R = stack.load(slot, R)
+                following = visit(jnp.minimum(t + 1, steps - 1))
+                R = restart(slot, R) if restarts else stack.load(slot, R)
                 key = load(keys.at[node], COLS).astype(jnp.float32)
                 value = load(smem["value"].at[node], ROWS).astype(jnp.float32)
                 R = advance(R, key, value, alpha, beta)
@@ -123,7 +139,7 @@ def tree_scan(
     scratch: dict[str, Any] = {name: plgpu.SMEM(*array) for name, array in plan.arrays.items()}
     if export:
         scratch["ring"] = swizzled(*plan.arrays["ring"], columns=key_dim)
-    scratch["barrier"] = plgpu.Barrier(num_arrivals=8)
+    scratch["barrier"] = plgpu.Barrier(num_arrivals=5 + 3 * len(pieces))
     kernel = plgpu.kernel(
         body,
         out_type=out_type,

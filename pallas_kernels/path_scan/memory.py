@@ -22,6 +22,9 @@ GROUP = 4
 SHARED_SLOTS = 2
 """Saved states kept in shared memory at most; two serve all but wide and deep trees."""
 
+COPY = 256
+"""Elements along a dimension that one bulk copy moves at most."""
+
 ALIGNMENT = 128
 """Bytes: where the target of a bulk copy may start in shared memory."""
 
@@ -44,13 +47,18 @@ class Plan(NamedTuple):
         return "wide_key" in self.arrays
 
 
-def plan(capacity: int, key_dim: int, dtype: jnp.dtype, export: bool) -> Plan:
+def saved_states(capacity: int, steps: int) -> int:
+    """States that a walk may keep; one longer than its rows keeps none, it starts again."""
+    return slots(capacity) if steps == capacity else 0
+
+
+def plan(capacity: int, steps: int, key_dim: int, dtype: jnp.dtype, export: bool) -> Plan:
     """The best use of shared memory: of those that pair, else of those that fit, the first."""
-    most = min(SHARED_SLOTS, slots(capacity))
+    most = min(SHARED_SLOTS, saved_states(capacity, steps))
     widen = dtype.itemsize < 4 and key_dim % 16 == 0
-    wanted = [(True, n) for n in range(most, 0, -1)] * widen
+    wanted = [(True, n) for n in range(most, min(most, 1) - 1, -1)] * widen
     wanted += [(False, n) for n in range(most, -1, -1)]
-    plans = [_plan(capacity, key_dim, dtype, export, *choice) for choice in wanted]
+    plans = [_plan(capacity, steps, key_dim, dtype, export, *choice) for choice in wanted]
     for limit in (PAIRED_BYTES, BLOCK_BYTES):
         fitting = [candidate for candidate in plans if candidate.bytes <= limit]
         if fitting:
@@ -59,7 +67,7 @@ def plan(capacity: int, key_dim: int, dtype: jnp.dtype, export: bool) -> Plan:
 
 
 def _plan(
-    capacity: int, key_dim: int, dtype: jnp.dtype, export: bool, widen: bool, kept: int
+    capacity: int, steps: int, key_dim: int, dtype: jnp.dtype, export: bool, widen: bool, kept: int
 ) -> Plan:
     wide = jnp.dtype(jnp.float32)
     rows = (capacity, key_dim)
@@ -68,7 +76,7 @@ def _plan(
         "query": (rows, dtype),
         "value": ((capacity, TILE), dtype),
         "gates": ((2, capacity, GROUP), wide),
-        "walk": ((3, round_up(capacity, ALIGNMENT // 4)), jnp.dtype(jnp.int32)),
+        "walk": ((3, round_up(steps, ALIGNMENT // 4)), jnp.dtype(jnp.int32)),
     }
     if widen:
         arrays |= {"wide_key": (rows, wide), "wide_query": (rows, wide)}
