@@ -8,6 +8,10 @@ from treejax.steps.select import Choice
 from treejax.steps.verify import verify
 from treejax.tree import Tree
 
+DEFERRED = ("fused", "ring")
+"""Policies that write a state while a later step is verified: what it stands for is then the same
+but for rounding, not its bytes."""
+
 
 def choose(paths, max_depth, pending=None):
     """A Choice of one path a sequence: a list of nodes from the root, empty to take no part."""

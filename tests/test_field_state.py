@@ -157,7 +157,7 @@ def test_fc03_a_node_continues_its_parent(policy):
 
     @jax.jit
     def scan_and_commit(nodes, length):
-        carry = policy.init(jnp.full((1, 1, 1, 1, 1), 2.0))
+        carry = policy.init(jnp.full((1, 1, 1, 1, 1), 2.0), 1)
         out, scratch, carry = policy.scan(carry, 0, operands, policy.plan(describe(tree)))
         carry = policy.commit(carry, (scratch,), Path(nodes, length))
         return out[0, :, 0, 0], policy.read(carry)[0, 0, 0, 0, 0]

@@ -202,8 +202,9 @@ def prefill_block(
         for i, inputs in enumerate(records.conv)
     ]
     slots = jnp.where(real, positions, state.max_length)
+    R = jnp.stack(records.delta) if records.delta else R
     state = state.replace(
-        recurrent=state.policy.init(jnp.stack(records.delta) if records.delta else R),
+        recurrent=state.policy.init(R, config.linear_num_key_heads),
         conv=jnp.stack(conv) if conv else state.conv,
         keys=write_rows(state.keys, records.keys, slots),
         values=write_rows(state.values, records.values, slots),

@@ -108,7 +108,8 @@ def init_state(
         name: jnp.zeros(leaf.shape, leaf.dtype)
         for name, leaf in abstract_state(config, batch, max_length, jnp.dtype(dtype)).items()
     }
-    return State(recurrent=policy.init(arrays.pop("R")), config=config, policy=policy, **arrays)
+    carry = policy.init(arrays.pop("R"), config.linear_num_key_heads)
+    return State(recurrent=carry, config=config, policy=policy, **arrays)
 
 
 def with_policy(state: State, policy: str | Policy, implementation: str | None = None) -> State:
@@ -119,7 +120,9 @@ def with_policy(state: State, policy: str | Policy, implementation: str | None =
     if implementation is None:
         implementation = state.policy.implementation if isinstance(policy, str) else "auto"
     policy = make_policy(policy, implementation, kernel_problem(state.config))
-    return state.replace(recurrent=policy.init(state.policy.read(state.recurrent)), policy=policy)
+    R = state.policy.read(state.recurrent)
+    carry = policy.init(R, state.config.linear_num_key_heads)
+    return state.replace(recurrent=carry, policy=policy)
 
 
 def reset(state: State, rows: Any) -> State:
@@ -131,13 +134,13 @@ def reset(state: State, rows: Any) -> State:
         raise ValueError(f"rows {rows.tolist()} must lie in 0..{state.batch - 1}")
     empty = jnp.zeros(state.batch, bool).at[jnp.asarray(rows, jnp.int32)].set(True)
 
-    def clear(leaf: Array) -> Array:  # every leaf has a layer axis and then the batch axis
+    def clear(leaf: Array) -> Array:  # axis 1 is the batch
         mask = empty.reshape(1, -1, *[1] * (leaf.ndim - 2))
         return jnp.where(mask, jnp.zeros((), leaf.dtype), leaf)
 
     R = clear(state.policy.read(state.recurrent))
     return state.replace(
-        recurrent=state.policy.init(R),
+        recurrent=state.policy.init(R, state.config.linear_num_key_heads),
         conv=clear(state.conv),
         keys=clear(state.keys),
         values=clear(state.values),

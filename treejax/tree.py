@@ -6,6 +6,7 @@ depth, ancestry and a topological order inside jit, so that topology is data and
 program serves every tree of a capacity. ``Tree.from_parents`` validates on the host.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -153,6 +154,7 @@ class Topology(struct.PyTreeNode):
       ancestors: [N, N] bool, row i marks i itself and its ancestors; inactive rows mark nothing.
       order: [N] int32 node ids, parents before children, inactive rows last.
       size: [] int32.
+      max_depth: the tree's static bound.
     """
 
     parent: Array
@@ -161,11 +163,12 @@ class Topology(struct.PyTreeNode):
     ancestors: Array
     order: Array
     size: Array
+    max_depth: int = struct.field(pytree_node=False)
 
 
 def describe(tree: Tree) -> Topology:
     """Derive the topology of every tree of the batch; usable inside jit."""
-    return jax.vmap(_describe)(tree.parent, tree.size)
+    return jax.vmap(functools.partial(_describe, max_depth=tree.max_depth))(tree.parent, tree.size)
 
 
 @typed
@@ -178,14 +181,20 @@ def depths(parent: Int32[Array, " N"], max_depth: int) -> Int32[Array, " N"]:
     return depth
 
 
-def _describe(parent: Array, size: Array) -> Topology:
+def _describe(parent: Array, size: Array, max_depth: int) -> Topology:
     rows = jnp.arange(parent.shape[0], dtype=jnp.int32)
     active = rows < size
     ancestors = _ancestors(parent) & active[:, None]
     depth = jnp.maximum(ancestors.sum(axis=1, dtype=jnp.int32) - 1, 0)
     order = jnp.argsort(jnp.where(active, depth, parent.shape[0]), stable=True).astype(jnp.int32)
     return Topology(
-        parent=parent, depth=depth, active=active, ancestors=ancestors, order=order, size=size
+        parent=parent,
+        depth=depth,
+        active=active,
+        ancestors=ancestors,
+        order=order,
+        size=size,
+        max_depth=max_depth,
     )
 
 

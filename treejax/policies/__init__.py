@@ -5,7 +5,11 @@ from typing import Any
 
 from pallas_kernels.implementation import IMPLEMENTATIONS, resolve
 from treejax.policies.base import Path, Policy, Scanned, kernel_problem, kernel_rows
+from treejax.policies.fused import Fused
+from treejax.policies.neumann import Neumann
+from treejax.policies.per_path import PerPath
 from treejax.policies.replay import Replay
+from treejax.policies.ring import Ring
 from treejax.policies.snapshot import Snapshot
 from treejax.policies.solve_replay import SolveReplay
 from treejax.policies.wy import WY
@@ -15,6 +19,10 @@ REGISTRY: dict[str, Any] = {
     "replay": Replay,
     "wy": WY,
     "solve_replay": SolveReplay,
+    "fused": Fused,
+    "ring": Ring,
+    "neumann": Neumann,
+    "per_path": PerPath,
 }
 
 

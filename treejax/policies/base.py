@@ -52,8 +52,9 @@ class Policy(Protocol):
         """ "xla", "mosaic_gpu" or "interpret"; "auto" until ``make_policy`` has resolved it."""
         ...
 
-    def init(self, R: Array) -> Any:
-        """Carry from states R [Lg, B, Hv, dv, dk]; every leaf keeps the two leading axes."""
+    def init(self, R: Array, key_heads: int) -> Any:
+        """Carry from states R [Lg, B, Hv, dv, dk] of a model with Hk key heads; axis 1 of every
+        leaf is the batch."""
         ...
 
     def plan(self, topology: Topology) -> Any:

@@ -62,7 +62,7 @@ class Replay:
     lanes: int = 4
     implementation: str = "xla"
 
-    def init(self, R: Array) -> Array:
+    def init(self, R: Array, key_heads: int) -> Array:
         return R
 
     def plan(self, topology: Topology) -> Any:

@@ -37,7 +37,7 @@ class Snapshot:
     name: ClassVar[str] = "snapshot"
     implementation: str = "xla"
 
-    def init(self, R: Array) -> Array:
+    def init(self, R: Array, key_heads: int) -> Array:
         return R
 
     def plan(self, topology: Topology) -> Any:

@@ -43,7 +43,7 @@ class SolveReplay:
     def _replays(self) -> Replay:
         return Replay(implementation=self.implementation)
 
-    def init(self, R: Array) -> Array:
+    def init(self, R: Array, key_heads: int) -> Array:
         return R
 
     def plan(self, topology: Topology) -> Topology:

@@ -6,7 +6,7 @@ cumulative decay. Products and the solve are IEEE float32 on every device unless
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import jax
@@ -50,11 +50,9 @@ class WY:
     implementation: str = "xla"
 
     def __post_init__(self):
-        if self.precision not in PRECISIONS:
-            known = ", ".join(PRECISIONS)
-            raise ValueError(f"precision {self.precision!r} is unknown, expected one of: {known}")
+        check_precision(self.precision)
 
-    def init(self, R: Array) -> Array:
+    def init(self, R: Array, key_heads: int) -> Array:
         return R
 
     def plan(self, topology: Topology) -> Topology:
@@ -63,7 +61,7 @@ class WY:
     def scan(self, carry: Array, layer: int, operands: Operands, plan: Topology) -> Scanned:
         o = operands
         if self.implementation == "xla":
-            precision = _precision(self.precision)
+            precision = product_precision(self.precision)
             solve = by_sequence(lambda R, o, topology: solve_tree(R, o, topology, precision))
             out, u, G = solve(carry[layer], o, plan)
             return Scanned(out, Factors(u, o.k, G), carry)
@@ -77,7 +75,7 @@ class WY:
 
     def commit(self, carry: Array, scratch: Sequence[Factors], path: Path) -> Array:
         if self.implementation == "xla":
-            precision = _precision(self.precision)
+            precision = product_precision(self.precision)
             commit = by_sequence(lambda R, factors, path: rebuild(R, factors, path, precision))
             return jax.vmap(commit, in_axes=(0, 0, None))(carry, stack(scratch), path)
         from pallas_kernels.wy_commit import wy_commit
@@ -104,7 +102,13 @@ class WY:
         }
 
 
-def _precision(name: str) -> lax.Precision | lax.DotAlgorithmPreset:
+def check_precision(name: str) -> None:
+    if name not in PRECISIONS:
+        known = ", ".join(PRECISIONS)
+        raise ValueError(f"precision {name!r} is unknown, expected one of: {known}")
+
+
+def product_precision(name: str) -> lax.Precision | lax.DotAlgorithmPreset:
     """What XLA's products take; only GPUs know the faster ones."""
     platform = jax.default_backend()
     if name != "ieee" and platform != "gpu":
@@ -112,10 +116,33 @@ def _precision(name: str) -> lax.Precision | lax.DotAlgorithmPreset:
     return PRECISIONS[name]
 
 
+def substitute(L: Array, right: Array, topology: Topology, precision: lax.PrecisionLike) -> Array:
+    """(I + L)^-1 right by forward substitution: L [Hv, N, N] and right [Hv, N, dv] in any packing.
+
+    In topological order the system is lower triangular. Rows are moved by products with the
+    permutation matrix, which are exact; on a CPU a gather of rows costs ten times as much. All of
+    it is float32, whatever the precision of the other products.
+    """
+    order = topology.order
+    permute = (order[:, None] == jnp.arange(order.shape[0])[None, :]).astype(L.dtype)
+    lower = jnp.einsum("ri,hij,sj->hrs", permute, L, permute, precision=HIGHEST)
+    moved = jnp.einsum("ri,hiv->hrv", permute, right, precision=HIGHEST)
+    u = lax.linalg.triangular_solve(lower, moved, left_side=True, lower=True, unit_diagonal=True)
+    return jnp.einsum("ri,hrv->hiv", permute, u, precision=HIGHEST)
+
+
 def solve_tree(
-    R0: Array, operands: Operands, topology: Topology, precision: lax.PrecisionLike
+    R0: Array,
+    operands: Operands,
+    topology: Topology,
+    precision: lax.PrecisionLike,
+    solve: Callable[[Array, Array, Topology, lax.PrecisionLike], Array] = substitute,
 ) -> tuple[Array, Array, Array]:
-    """One tree: outputs and pseudo-values [N, Hv, dv], and G [N, Hv], the decays summed."""
+    """One tree: outputs and pseudo-values [N, Hv, dv], and G [N, Hv], the decays summed.
+
+    ``solve`` takes the strict system L [Hv, N, N], the right sides [Hv, N, dv], the topology and
+    the precision, and gives (I + L)^-1 times the right sides.
+    """
     count, heads = operands.v.shape[:2]
     q, k = value_heads(operands.q, heads), value_heads(operands.k, heads)
     v, g, beta = operands.v, operands.g, operands.beta
@@ -132,7 +159,7 @@ def solve_tree(
     grown = jnp.exp(G)[:, :, None]
     predicted = jnp.einsum("ihk,hvk->ihv", k, R0, precision=precision)
     right = beta[:, :, None] * (v - grown * predicted)
-    u = _solve(L, jnp.moveaxis(right, 0, 1), topology.order)
+    u = solve(L, jnp.moveaxis(right, 0, 1), topology, precision)
     inner = jnp.einsum("ihk,jhk->hij", q, k, precision=precision) * decay
     out = grown * jnp.einsum("ihk,hvk->ihv", q, R0, precision=precision)
     out = out + jnp.einsum("hij,hjv->ihv", inner, u, precision=precision)
@@ -148,16 +175,3 @@ def rebuild(R0: Array, factors: Factors, path: Path, precision: lax.PrecisionLik
     k = value_heads(factors.k, R0.shape[0])
     written = jnp.einsum("jhv,jhk->hvk", factors.u * weight[:, :, None], k, precision=precision)
     return jnp.where(path.length > 0, jnp.exp(G)[:, None, None] * R0 + written, R0)
-
-
-def _solve(L: Array, right: Array, order: Array) -> Array:
-    """(I + L)^-1 right by forward substitution: L [Hv, N, N] and right [Hv, N, dv] in any packing.
-
-    In topological order the system is lower triangular. Rows are moved by products with the
-    permutation matrix, which are exact; on a CPU a gather of rows costs ten times as much.
-    """
-    permute = (order[:, None] == jnp.arange(order.shape[0])[None, :]).astype(L.dtype)
-    lower = jnp.einsum("ri,hij,sj->hrs", permute, L, permute, precision=HIGHEST)
-    moved = jnp.einsum("ri,hiv->hrv", permute, right, precision=HIGHEST)
-    u = lax.linalg.triangular_solve(lower, moved, left_side=True, lower=True, unit_diagonal=True)
-    return jnp.einsum("ri,hrv->hiv", permute, u, precision=HIGHEST)

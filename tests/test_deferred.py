@@ -1,0 +1,136 @@
+"""Policies that defer their writes: ring and fused against wy over many commits, and when they
+write."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import random_trees
+from kernel_cases import relative_rms
+
+from pallas_kernels.bench.operands import Shape, make_operands
+from treejax.delta_rule import Operands
+from treejax.policies import WY, Path
+from treejax.policies.fused import Fused
+from treejax.policies.ring import Ring
+from treejax.tree import Tree, describe
+
+BATCH, HEADS, DIM, CAPACITY, DEPTH = 2, (1, 2), 8, 8, 4
+
+
+@functools.partial(jax.jit, static_argnames="policy")
+def step(policy, carry, operands, tree, path):
+    plan = policy.plan(describe(tree))
+    out, scratch, carry = policy.scan(carry, 0, operands, plan)
+    return out, policy.commit(carry, (scratch,), path)
+
+
+def draw(rng):
+    """A tree a sequence, operands of its rows, and a path to a random node; now and then none."""
+    parents = [
+        random_trees.random_parents(rng, int(rng.integers(1, CAPACITY + 1)), DEPTH)
+        for _ in range(BATCH)
+    ]
+    tree = Tree.from_parents(
+        [range(len(p)) for p in parents], parents, capacity=CAPACITY, max_depth=DEPTH
+    )
+    shape = Shape(BATCH, CAPACITY, *HEADS, DIM, DIM)
+    made = make_operands(shape, "realistic", int(rng.integers(2**31)))
+    rows = [getattr(made, name) for name in ("q", "k", "v", "g", "alpha", "beta")]
+    operands = Operands(*(jnp.asarray(x, jnp.float32) for x in rows))
+    nodes, length = np.full((BATCH, DEPTH + 1), -1, np.int32), np.zeros(BATCH, np.int32)
+    for b, above in enumerate(parents):
+        if rng.random() < 0.1:
+            continue
+        path, node = [], int(rng.integers(len(above)))
+        while node >= 0:
+            path.insert(0, node)
+            node = above[node]
+        nodes[b, : len(path)], length[b] = path, len(path)
+    return operands, tree, Path(jnp.asarray(nodes), jnp.asarray(length))
+
+
+def start(policies, seed=0):
+    R = np.random.default_rng(seed).normal(size=(1, BATCH, HEADS[1], DIM, DIM))
+    return [policy.init(jnp.asarray(R, jnp.float32), HEADS[0]) for policy in policies]
+
+
+def test_ring_is_wy_over_two_thousand_commits():
+    """Any length, one of them cut short by the ring's rows: states within the design's 1e-5."""
+    rings = [
+        Ring(length=1, rows=5),
+        Ring(length=4, rows=24),
+        Ring(length=9, rows=17),
+        Fused(rows=5),
+    ]
+    carries, rng = start([WY(), *rings]), np.random.default_rng(1)
+    commits = 0
+    while commits < 2000:
+        operands, tree, path = draw(rng)
+        commits += int((path.length > 0).sum())
+        made = [
+            step(policy, carry, operands, tree, path)
+            for policy, carry in zip([WY(), *rings], carries, strict=True)
+        ]
+        carries = [carry for _, carry in made]
+        if commits % 50 < BATCH or commits >= 2000:
+            for policy, (out, carry) in zip(rings, made[1:], strict=True):
+                active = np.arange(CAPACITY) < np.asarray(tree.size)[:, None]
+                assert relative_rms(out[active], np.asarray(made[0][0], np.float64)[active]) < 1e-5
+                R = np.asarray(made[0][1], np.float64)
+                assert relative_rms(policy.read(carry), R) < 1e-5
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_the_matrix_is_written_every_length_commits(length):
+    """In between its bytes stay; each sequence counts its own commits, and one that takes no part
+    does not write."""
+    policy, rng = Ring(length=length, rows=40), np.random.default_rng(2)
+    (carry,), since = start([policy]), np.zeros(BATCH, int)
+    for _ in range(30):
+        operands, tree, path = draw(rng)
+        before, R = np.asarray(carry.R), np.asarray(policy.read(carry))
+        _, carry = step(policy, carry, operands, tree, path)
+        for b in range(BATCH):
+            if since[b] == length:
+                np.testing.assert_allclose(carry.R[:, b], R[:, b], rtol=1e-5, atol=1e-6)
+                assert not np.array_equal(carry.R[:, b], before[:, b])
+                since[b] = 0
+            else:
+                np.testing.assert_array_equal(carry.R[:, b], before[:, b])
+            since[b] += int(path.length[b]) > 0
+            assert int(carry.commits[0, b]) == since[b]
+    sleeping = tree.trim(jnp.array([DEPTH, -1]))
+    nothing = Path(path.nodes, path.length.at[1].set(0))
+    for _ in range(2 * length):
+        before = carry
+        _, carry = step(policy, carry, operands, sleeping, nothing)
+        for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(carry), strict=True):
+            np.testing.assert_array_equal(new[:, 1], old[:, 1])
+
+
+def test_a_path_that_may_exceed_the_ring_is_written_at_once():
+    """Whatever was buffered before by shallower trees."""
+    policy, rng = Ring(length=9, rows=12), np.random.default_rng(3)
+    (carry, reference) = start([policy, WY()])
+    for number in range(6):
+        operands, tree, path = draw(rng)
+        if number % 2:  # the same trees under a larger bound
+            tree = tree.replace(max_depth=14)
+            nodes = jnp.pad(path.nodes, ((0, 0), (0, 15 - path.nodes.shape[1])), constant_values=-1)
+            path = path.replace(nodes=nodes)
+        _, carry = step(policy, carry, operands, tree, path)
+        _, reference = step(WY(), reference, operands, tree, path)
+        assert relative_rms(policy.read(carry), np.asarray(reference, np.float64)) < 1e-6
+        assert (number % 2 == 0) or not carry.count.any()
+
+
+def test_mistakes_are_named():
+    with pytest.raises(ValueError, match="length 0 and rows 48 must be at least 1"):
+        Ring(length=0)
+    with pytest.raises(ValueError, match="keys is 'float16', expected float32 or bfloat16"):
+        Fused(keys="float16")
+    with pytest.raises(ValueError, match="precision 'fp8' is unknown"):
+        Ring(precision="fp8")
