@@ -1,0 +1,145 @@
+"""Times of benches: interleaved rounds of queued calls (``pallas_kernels.bench.timing``).
+
+Calls go round the given steps. A step's time is of its own program, with the carry handed from call
+to call. Verify and publish are timed apart from the same state of affairs: the marks that a cycle
+of steps had before each verify and before each publish are kept and come round again, so that a
+policy which writes every few commits does so as often as in the cycle.
+"""
+
+import dataclasses
+import gc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from pallas_kernels.bench.timing import (
+    MOST_CALLS,
+    Lead,
+    Summary,
+    Timed,
+    choose_calls,
+    measure_rounds,
+)
+from treejax.ablation.lab import Bench, Step
+
+LEAD_BYTES = 2**31
+"""Of the copy that hides the host's work; about 12 ms of an H200."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Time:
+    """Milliseconds of one call: median and 10th to 90th percentile of the rounds."""
+
+    median: float
+    low: float
+    high: float
+    rounds: int
+    calls: int
+
+    @classmethod
+    def of(cls, summary: Summary) -> "Time":
+        return cls(*summary[:5])
+
+    def measures(self, name: str) -> dict[str, float]:
+        """For a row: ``name_ms`` and its percentiles."""
+        return {
+            f"{name}_ms": self.median,
+            f"{name}_ms_p10": self.low,
+            f"{name}_ms_p90": self.high,
+        }
+
+
+class Cycle:
+    """The steps that calls go round."""
+
+    def __init__(self, steps: Sequence[Step]):
+        self.steps, self.at = steps, 0
+
+    def next(self) -> tuple[int, Step]:
+        at = self.at % len(self.steps)
+        self.at += 1
+        return at, self.steps[at]
+
+
+def make_lead() -> Lead | None:
+    """What to queue calls behind; a CPU has no queue to hide them in."""
+    return Lead(LEAD_BYTES) if jax.devices()[0].platform == "gpu" else None
+
+
+def time_step(bench: Bench, steps: Sequence[Step], memory: int) -> Timed:
+    """Both in one program, the carry going round."""
+    cycle = Cycle(steps)
+
+    def run(calls: int) -> Callable[[], Any]:
+        outputs = None
+        for _ in range(calls):
+            del outputs  # its memory serves the next call
+            outputs = bench.step(cycle.next()[1])
+        return lambda: jax.block_until_ready((outputs, bench.carry))
+
+    return Timed(f"{bench.name} step", run, most_calls(bench, memory))
+
+
+def time_apart(bench: Bench, steps: Sequence[Step], memory: int) -> tuple[Timed, Timed]:
+    """Verify and publish, each alone, at the marks of one cycle of the steps."""
+    before_verify, before_publish, scratch = [], [], ()
+    for _ in range(2):  # the first brings a policy that defers to its steady state
+        before_verify, before_publish = [], []
+        for step in steps:
+            scratch = ()  # its memory serves the next call
+            assert bench.carry is not None
+            before_verify.append(bench.carry.marks)
+            made = bench.verify(step)
+            before_publish.append(made.carry.marks)
+            scratch = made.scratch
+            bench.publish(scratch, step)
+            del made
+    verifying, publishing = Cycle(steps), Cycle(steps)
+
+    def verify(calls: int) -> Callable[[], Any]:
+        made = None
+        for _ in range(calls):
+            del made
+            at, step = verifying.next()
+            made = bench.verify(step, before_verify[at])
+        return lambda: jax.block_until_ready(made)
+
+    def publish(calls: int) -> Callable[[], Any]:
+        for _ in range(calls):
+            at, step = publishing.next()
+            bench.publish(scratch, step, before_publish[at])
+        return lambda: jax.block_until_ready(bench.carry)
+
+    calls = most_calls(bench, memory)
+    return (
+        Timed(f"{bench.name} verify", verify, calls),
+        Timed(f"{bench.name} publish", publish, calls),
+    )
+
+
+def most_calls(bench: Bench, memory: int) -> int:
+    """Calls in a row whose results fit in ``memory`` while the device has not come to them."""
+    batch, rows = bench.drawn.R.shape[1], bench.drawn.layers[0].g.shape[1]
+    config = bench.drawn.sizes.config
+    kept = sum(bench.policy.buffers(config, rows, batch).values())
+    kept += bench.drawn.sizes.output_bytes(batch, rows)
+    return max(1, min(MOST_CALLS, memory // max(1, kept)))
+
+
+def measure(
+    timed: Sequence[Timed],
+    lead: Lead | None,
+    warm_up: int,
+    rounds: int,
+    over: Callable[[], bool],
+    seen: Callable[[int], None],
+) -> dict[str, Time]:
+    """Times by name, everything interleaved; ends early after the round in which ``over()``."""
+    for each in timed:
+        for _ in range(-(-warm_up // each.most_calls)):
+            each.run(min(warm_up, each.most_calls))()
+        choose_calls(each, lead)
+    gc.collect()  # not while the clock runs
+    summaries = measure_rounds(timed, rounds, over, seen)
+    return {name: Time.of(summary) for name, summary in summaries.items()}
