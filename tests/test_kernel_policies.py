@@ -40,8 +40,9 @@ policies = pytest.mark.parametrize("policy", sorted(REGISTRY))
 
 CAPACITY, DEPTH = 9, 7  # kernels take 16 rows
 SMALL = dataclasses.replace(tiny.CONFIG, linear_num_key_heads=1, linear_num_value_heads=2)
-# Relative RMS: replay and snapshot run the native update in both, a solve sums in another order.
-TOLERANCE = dict.fromkeys(REGISTRY, 1e-5) | {"snapshot": 1e-6, "replay": 1e-6}
+# Relative RMS: some run the native update in both, a solve sums in another order.
+NATIVE = ("snapshot", "replay", "per_path")
+TOLERANCE = dict.fromkeys(REGISTRY, 1e-5) | dict.fromkeys(NATIVE, 1e-6)
 
 
 def random_tree(rng, sizes):
@@ -116,8 +117,9 @@ SHIPPED = dataclasses.replace(  # the recurrent shape of the model that ships
     linear_key_head_dim=64,
     linear_value_head_dim=64,
 )
-PER_LAYER = 2  # the operands, and the policy's scan
-COMMITS = {"replay": 1, "wy": 1, "solve_replay": 1}  # the others gather
+# Launches a layer, the operands and the policy's scan, and for all layers when publishing.
+PER_LAYER = dict.fromkeys(REGISTRY, 2) | {"neumann": 1}  # its scan is plain JAX
+COMMITS = {"replay": 1, "wy": 1, "solve_replay": 1, "neumann": 1}  # the others gather
 
 
 def launches(text):
@@ -150,7 +152,7 @@ def test_steps_lowered_for_a_gpu_run_on_kernels(policy):
     params, state, draft = abstract_case(policy, "mosaic_gpu", drafter)
     tree = Tree.root_only(jnp.zeros(2, jnp.int32), drafter.capacity, drafter.max_depth)
     choice = choose([[0], []], drafter.max_depth)
-    expected = PER_LAYER * LAYERS.count(LINEAR) + COMMITS.get(policy, 0)
+    expected = PER_LAYER[policy] * LAYERS.count(LINEAR) + COMMITS.get(policy, 0)
 
     def verify_and_publish(params, state, tree, choice):
         scratch = verify_trees(SHIPPED, params, state, tree)[1]
@@ -202,3 +204,18 @@ def test_auto_is_plain_jax_where_kernels_cannot_serve():
     assert kernel_problem(tiny.CONFIG, 128) is None
     attention = dataclasses.replace(wide, layer_types=(FULL,))
     assert kernel_problem(attention) is None
+
+
+@pytest.mark.parametrize("policy", ["fused", "ring"])
+def test_a_tree_too_large_to_commit_and_solve_at_once_takes_two_kernels(policy):
+    """At 27B widths in float32: the rings of all layers are written in one launch before."""
+    wide = dataclasses.replace(
+        SHIPPED, linear_key_head_dim=128, linear_value_head_dim=128, layer_types=(LINEAR,) * 2
+    )
+    made = REGISTRY[policy](implementation="mosaic_gpu")
+    state = jax.eval_shape(lambda: init_state(wide, 1, 64, policy=made))
+    params = parameters.abstract(wide)
+    verify_them = functools.partial(verify_trees, wide)
+    for capacity, expected in ((32, 2 * PER_LAYER), (64, 2 * PER_LAYER + 1)):
+        tree = Tree.root_only(jnp.zeros(1, jnp.int32), capacity, max_depth=5)
+        assert launches(lower_for_h200(verify_them, params, state, tree)) == expected

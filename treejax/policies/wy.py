@@ -116,14 +116,12 @@ def product_precision(name: str) -> lax.Precision | lax.DotAlgorithmPreset:
     return PRECISIONS[name]
 
 
-def substitute(L: Array, right: Array, topology: Topology, precision: lax.PrecisionLike) -> Array:
+def substitute(L: Array, right: Array, order: Array) -> Array:
     """(I + L)^-1 right by forward substitution: L [Hv, N, N] and right [Hv, N, dv] in any packing.
 
     In topological order the system is lower triangular. Rows are moved by products with the
-    permutation matrix, which are exact; on a CPU a gather of rows costs ten times as much. All of
-    it is float32, whatever the precision of the other products.
+    permutation matrix, which are exact; on a CPU a gather of rows costs ten times as much.
     """
-    order = topology.order
     permute = (order[:, None] == jnp.arange(order.shape[0])[None, :]).astype(L.dtype)
     lower = jnp.einsum("ri,hij,sj->hrs", permute, L, permute, precision=HIGHEST)
     moved = jnp.einsum("ri,hiv->hrv", permute, right, precision=HIGHEST)
@@ -136,12 +134,12 @@ def solve_tree(
     operands: Operands,
     topology: Topology,
     precision: lax.PrecisionLike,
-    solve: Callable[[Array, Array, Topology, lax.PrecisionLike], Array] = substitute,
+    solve: Callable[[Array, Array], Array] | None = None,
 ) -> tuple[Array, Array, Array]:
     """One tree: outputs and pseudo-values [N, Hv, dv], and G [N, Hv], the decays summed.
 
-    ``solve`` takes the strict system L [Hv, N, N], the right sides [Hv, N, dv], the topology and
-    the precision, and gives (I + L)^-1 times the right sides.
+    ``solve`` maps the strict system L [Hv, N, N] and right sides [Hv, N, dv] to (I + L)^-1 times
+    the right sides; by default forward substitution in float32.
     """
     count, heads = operands.v.shape[:2]
     q, k = value_heads(operands.q, heads), value_heads(operands.k, heads)
@@ -159,7 +157,8 @@ def solve_tree(
     grown = jnp.exp(G)[:, :, None]
     predicted = jnp.einsum("ihk,hvk->ihv", k, R0, precision=precision)
     right = beta[:, :, None] * (v - grown * predicted)
-    u = solve(L, jnp.moveaxis(right, 0, 1), topology, precision)
+    solve = solve or (lambda L, right: substitute(L, right, topology.order))
+    u = solve(L, jnp.moveaxis(right, 0, 1))
     inner = jnp.einsum("ihk,jhk->hij", q, k, precision=precision) * decay
     out = grown * jnp.einsum("ihk,hvk->ihv", q, R0, precision=precision)
     out = out + jnp.einsum("hij,hjv->ihv", inner, u, precision=precision)
