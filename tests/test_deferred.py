@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import random_trees
 from kernel_cases import relative_rms
+from oracle import path_to
 
+import pallas_kernels.wy_solve
 from pallas_kernels.bench.operands import Shape, make_operands
 from treejax.delta_rule import Operands
 from treejax.policies import WY, Path
@@ -27,12 +29,21 @@ def step(policy, carry, operands, tree, path):
     return out, policy.commit(carry, (scratch,), path)
 
 
-def draw(rng):
-    """A tree a sequence, operands of its rows, and a path to a random node; now and then none."""
+def depths(parents):
+    return [len(path_to(parents, node)) for node in range(len(parents))]
+
+
+def draw(rng, in_order=False):
+    """A tree a sequence, operands of its rows, and a path to a random node; now and then none.
+
+    in_order: parents come before children, as kernels want their rows.
+    """
     parents = [
         random_trees.random_parents(rng, int(rng.integers(1, CAPACITY + 1)), DEPTH)
         for _ in range(BATCH)
     ]
+    if in_order:
+        parents = [random_trees.permute(p, np.argsort(depths(p), kind="stable")) for p in parents]
     tree = Tree.from_parents(
         [range(len(p)) for p in parents], parents, capacity=CAPACITY, max_depth=DEPTH
     )
@@ -44,10 +55,7 @@ def draw(rng):
     for b, above in enumerate(parents):
         if rng.random() < 0.1:
             continue
-        path, node = [], int(rng.integers(len(above)))
-        while node >= 0:
-            path.insert(0, node)
-            node = above[node]
+        path = path_to(above, int(rng.integers(len(above))))
         nodes[b, : len(path)], length[b] = path, len(path)
     return operands, tree, Path(jnp.asarray(nodes), jnp.asarray(length))
 
@@ -127,8 +135,31 @@ def test_a_path_that_may_exceed_the_ring_is_written_at_once():
         assert (number % 2 == 0) or not carry.count.any()
 
 
+@pytest.mark.parametrize("problem", [None, "too large"])
+def test_kernels_give_what_plain_jax_does(problem, monkeypatch):
+    """In one launch, and in two where committing and solving do not fit together."""
+    monkeypatch.setattr(pallas_kernels.wy_solve, "commit_solve_problem", lambda *_: problem)
+    rows = 16 if problem else 17  # a policy of its own, so that it is traced again
+    policies = [
+        Ring(length=2, rows=rows, implementation="interpret"),
+        Ring(length=2, rows=rows),
+    ]
+    carries, rng = start(policies), np.random.default_rng(4)
+    for _ in range(4):
+        operands, tree, path = draw(rng, in_order=True)
+        made = [step(p, c, operands, tree, path) for p, c in zip(policies, carries, strict=True)]
+        carries = [carry for _, carry in made]
+        active = np.arange(CAPACITY) < np.asarray(tree.size)[:, None]
+        (ours, carry), (out, plain) = made
+        assert relative_rms(ours[active], np.asarray(out, np.float64)[active]) < 1e-6
+        states = policies[0].read(carry), policies[1].read(plain)
+        assert relative_rms(states[0], np.asarray(states[1], np.float64)) < 1e-6
+        if problem is None:
+            np.testing.assert_array_equal(carry.count, plain.count)
+
+
 def test_mistakes_are_named():
-    with pytest.raises(ValueError, match="length 0 and rows 48 must be at least 1"):
+    with pytest.raises(ValueError, match="length 0 and rows 32 must be at least 1"):
         Ring(length=0)
     with pytest.raises(ValueError, match="keys is 'float16', expected float32 or bfloat16"):
         Fused(keys="float16")

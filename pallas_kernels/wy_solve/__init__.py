@@ -25,7 +25,7 @@ from pallas_kernels.wy_solve.sizes import (
     smem_bytes,
 )
 
-__all__ = ["PathFactors", "wy_commit_solve", "wy_solve"]
+__all__ = ["PathFactors", "commit_solve_problem", "wy_commit_solve", "wy_solve"]
 
 
 def wy_solve(
@@ -96,6 +96,16 @@ def wy_commit_solve(
     """
     operands = (q, k, v, g, beta, ancestors, size)
     return _solve(R, layer, previous, operands, order, None, precision, implementation, write)
+
+
+def commit_solve_problem(
+    R: jax.Array, previous: PathFactors, operands: tuple[jax.Array, ...], precision: str
+) -> str | None:
+    """Why one kernel cannot both commit and solve, or None if it can; two kernels may.
+
+    operands: q, k, v and what follows them in ``wy_commit_solve``; shapes and dtypes are read.
+    """
+    return _unsupported(sizes_of(operands, previous, precision), R, operands, previous)
 
 
 def _solve(

@@ -64,7 +64,7 @@ class Ring:
 
     name: ClassVar[str] = "ring"
     length: int = 4
-    rows: int = 48
+    rows: int = 32
     precision: str = "ieee"
     keys: str = "float32"
     implementation: str = "xla"
@@ -91,30 +91,50 @@ class Ring:
         return topology
 
     def scan(self, carry: Checkpoint, layer: int, operands: Operands, plan: Topology) -> Scanned:
-        o, count, due = operands, carry.count[0], self._due(carry, plan)
-        if self.implementation == "xla":
-            precision = product_precision(self.precision)
-            ring = jax.tree.map(lambda x: x[layer], carry.ring)
-            whole = by_sequence(functools.partial(rebuild_rows, precision=precision))
-            R = whole(carry.R[layer], ring, jnp.where(plan.size > 0, count, 0))
-            solve = by_sequence(lambda R, o, topology: solve_tree(R, o, topology, precision))
-            out, u, _ = solve(R, o, plan)
-            pool = carry.R.at[layer].set(jnp.where(due[:, None, None, None], R, carry.R[layer]))
-        else:
-            from pallas_kernels.wy_solve import PathFactors, wy_commit_solve
-
-            previous = PathFactors(
-                carry.ring.k, carry.ring.u, carry.ring.g, jnp.where(plan.size > 0, count, 0)
-            )
-            out, u, pool = wy_commit_solve(
-                *(carry.R, jnp.int32(layer), previous),
-                *(o.q, o.k, o.v, o.g, o.beta, plan.ancestors, plan.size),
-                precision=self.precision,
-                write=due,
-                implementation=self.implementation,
-            )
+        if self.implementation != "xla":
+            return self._scan_on_kernels(carry, layer, operands, plan)
+        precision, due = product_precision(self.precision), self._due(carry, plan)
+        ring, checkpoint = jax.tree.map(lambda x: x[layer], (carry.ring, carry.R))
+        whole = by_sequence(functools.partial(rebuild_rows, precision=precision))
+        R = whole(checkpoint, ring, self._pending(carry, plan))
+        solve = by_sequence(lambda R, o, topology: solve_tree(R, o, topology, precision))
+        out, u, _ = solve(R, operands, plan)
+        pool = carry.R.at[layer].set(jnp.where(due[:, None, None, None], R, checkpoint))
         carry = carry.replace(R=pool, written=due[None])
+        return Scanned(out, Rows(u=u, k=operands.k, g=operands.g), carry)
+
+    def _scan_on_kernels(
+        self, carry: Checkpoint, layer: int, operands: Operands, plan: Topology
+    ) -> Scanned:
+        """One kernel that commits on the chip and solves; where that does not fit, the rings of
+        all layers are written before the first, and every layer solves."""
+        from pallas_kernels.wy_solve import (
+            PathFactors,
+            commit_solve_problem,
+            wy_commit_solve,
+            wy_solve,
+        )
+
+        o, ring, pending = operands, carry.ring, self._pending(carry, plan)
+        rows = o.q, o.k, o.v, o.g, o.beta, plan.ancestors, plan.size
+        previous = PathFactors(ring.k, ring.u, ring.g, pending)
+        precision, how, at = self.precision, self.implementation, jnp.int32(layer)
+        if commit_solve_problem(carry.R, previous, rows, precision) is None:
+            due = self._due(carry, plan)
+            out, u, R = wy_commit_solve(
+                *(carry.R, at, previous, *rows), precision=precision, write=due, implementation=how
+            )
+            carry = carry.replace(R=R, written=due[None])
+        else:
+            if layer == 0:
+                R = self._rebuild(carry.R, ring, pending)
+                carry = carry.replace(R=R, written=(pending > 0)[None])
+            out, u = wy_solve(carry.R, at, *rows, precision=precision, implementation=how)
         return Scanned(out, Rows(u=u, k=o.k, g=o.g), carry)
+
+    def _pending(self, carry: Checkpoint, plan: Topology) -> Array:
+        """[B]: rows of the ring that a verify commits; none for a sequence without a tree."""
+        return jnp.where(plan.size > 0, carry.count[0], 0)
 
     def _due(self, carry: Checkpoint, plan: Topology) -> Array:
         """[B]: whose ring this verify writes: full in commits, or too full for another path."""
