@@ -13,11 +13,11 @@ from rich.table import Table
 
 type Row = dict[str, Any]
 """One measured cell: ``arm``, ``repeat``, the entries of the cell's key, ``gate``, ``problem`` (why
-it is red or skipped, else None), and the measures. A name with a part "s", "ms" or "us"
+it is red or not run, else None), and the measures. A name with a part "s", "ms" or "us"
 (``decode_s``, ``tokens_per_s``, ``verify_ms_min``) is a time or a rate; a red row has none."""
 
-GREEN, NEAR_TIE, RED, SKIPPED = "green", "near tie", "red", "skipped"
-GATES = (GREEN, NEAR_TIE, RED, SKIPPED)
+GREEN, NEAR_TIE, RED, NOT_RUN = "green", "near tie", "red", "not run"
+GATES = (GREEN, NEAR_TIE, RED, NOT_RUN)
 """Agrees; differs where rounding decides; differs; could not run here (too large, for example)."""
 
 
@@ -59,7 +59,7 @@ class Say(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What the command line gives to an experiment. None is an option that was not given.
+    """What the command line gives to an experiment; None is an option that was not given.
 
     Attributes:
       out: the run's folder; None when only the plan is asked for.
@@ -68,6 +68,8 @@ class Context:
       dtype: of activations and weights.
       implementation: "auto", "xla" or "mosaic_gpu", of all arms.
       requests: JSON-lines file of recorded requests.
+      time_limit: seconds that the run may take. The command stops asking for rows once they are
+        over; an experiment whose rows take long may stop earlier by itself.
     """
 
     out: Path | None
@@ -76,8 +78,9 @@ class Context:
     wheel: str | None = None
     checkpoint: str | None = None
     dtype: str | None = None
-    implementation: str | None = None
+    implementation: str = "auto"
     requests: str | None = None
+    time_limit: float | None = None
 
 
 class Experiment(Protocol):
@@ -85,7 +88,8 @@ class Experiment(Protocol):
 
     Attributes:
       name: the registry's.
-      options: those options of ``Context`` that the experiment takes; any other is refused.
+      options: of ``wheel, checkpoint, dtype, implementation, requests`` those that the experiment
+        takes; any other is refused.
       always: arms that ``--arms`` never leaves out, since others are measured beside them.
     """
 

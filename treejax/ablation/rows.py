@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from treejax.ablation.base import GATES, RED, SKIPPED, Cell, Row
+from treejax.ablation.base import GATES, NOT_RUN, RED, Cell, Row
 
 FILE = "rows.jsonl"
 _TIMES = {"s", "ms", "us"}
@@ -156,7 +156,7 @@ def _validate(row: Row) -> None:
     absent = [name for name in ("arm", "repeat", "gate", "problem") if name not in row]
     if absent or row["gate"] not in GATES:
         raise RuntimeError(f"a row has no {absent or 'known gate'}: {row}")
-    if (row["problem"] is not None) != (row["gate"] in (RED, SKIPPED)):
+    if (row["problem"] is not None) != (row["gate"] in (RED, NOT_RUN)):
         raise RuntimeError(f"a row is {row['gate']} and its problem is {row['problem']!r}")
     timed = [name for name, value in row.items() if is_time(name) and value is not None]
     if timed and row["gate"] == RED:
