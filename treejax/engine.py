@@ -160,6 +160,7 @@ def run(
     logprobs: bool = False,
     warm_up: bool = False,
     implementation: str = "auto",
+    max_length: int | None = None,
 ) -> Generator[list[Piece], None, State | None]:
     """Serve requests of one batch to their end, and yield a list of pieces a step, one a request.
 
@@ -167,6 +168,11 @@ def run(
     return value is the state after the last step, which holds every token but the pending ones; it
     is None if nothing was asked for. ``warm_up`` also runs the programs once before, without
     effect: the first run of a program is slow, and would count as decoding in a new process.
+    ``max_length`` is how many tokens the state has room for: calls that share it share programs;
+    None takes as few steps of ``CACHE_ROWS`` as these requests need.
+
+    Raises:
+      ValueError: one line: a setting, or a ``max_length`` that is too small.
     """
     sampling = (Sampling() if sampling is None else sampling).prepared()
     drafter = choose_drafter(model, drafter, tree)
@@ -175,8 +181,10 @@ def run(
     keys = _keys(seed, len(requests))
     prompts = [request.prompt for request in requests]
     rows = max(len(r.prompt) + r.budget for r in requests)
-    context = model.config.max_position_embeddings
-    max_length = min(-(-rows // CACHE_ROWS) * CACHE_ROWS, context)
+    if max_length is None:
+        max_length = state_rows(model, rows)
+    if max_length < rows:
+        raise ValueError(f"max_length is {max_length}, expected at least the {rows} tokens asked")
     draft = drafter.init(model, len(requests), max_length)
     for request in requests:
         _name(request.stats, policy, drafter)
@@ -224,6 +232,11 @@ def run(
         seconds = time.perf_counter() - started
         yield [_deliver(r, emission, row, seconds) for row, r in enumerate(requests)]
     return carry.state
+
+
+def state_rows(model: Model, tokens: int) -> int:
+    """Rows that a state of so many tokens is allocated with."""
+    return min(-(-tokens // CACHE_ROWS) * CACHE_ROWS, model.config.max_position_embeddings)
 
 
 def _prepare(
