@@ -22,6 +22,7 @@ from treejax.config import ModelConfig
 from treejax.delta_rule import Operands
 from treejax.policies import REGISTRY, WY, Path, Replay, make_policy
 from treejax.policies.fused import Fused
+from treejax.policies.neumann import Neumann
 from treejax.policies.ring import Ring
 from treejax.policies.solve_replay import SolveReplay
 from treejax.tree import Tree, describe
@@ -206,15 +207,16 @@ def test_buffers_are_the_bytes_that_scan_returns(make):
     assert lasting == sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(scratch))
 
 
-@pytest.mark.parametrize("solving", [WY, SolveReplay])
+@pytest.mark.parametrize("solving", [WY, SolveReplay, Neumann])
 def test_solving_refuses_a_precision_that_nobody_has(solving):
     with pytest.raises(ValueError, match="'fp8' is unknown, expected one of: ieee, bf16x3, tf32"):
         solving(precision="fp8")
 
 
-def test_wy_multiplies_in_float32_unless_on_a_gpu():
+@pytest.mark.parametrize("solving", [WY, Neumann])
+def test_products_are_float32_unless_on_a_gpu(solving):
     """XLA's faster products exist on GPUs alone: asked for elsewhere, one line says so."""
-    policy = WY(precision="bf16x3")
+    policy = solving(precision="bf16x3")
     operands = Operands(*(jnp.zeros((1, 1, 1, 8)),) * 3, *(jnp.zeros((1, 1, 1)),) * 3)
     plan = policy.plan(describe(Tree.from_parents([0], [-1])))
     with pytest.raises(ValueError, match="'bf16x3' needs a GPU, the device is a cpu: use 'ieee'"):

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import ClassVar
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -65,19 +66,19 @@ def scan_every_path(R0: Array, operands: Operands, walk: Walk) -> tuple[Array, A
     sequence whose walk is over before the batch's longest.
     """
     count, heads = operands.v.shape[:2]
-    q, k = value_heads(operands.q, heads), value_heads(operands.k, heads)
-    v, alpha, beta = operands.v, operands.alpha, operands.beta
 
     def visit(t: Array, run: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         R, states, outputs = run
         node = walk.node[t]
         row = jnp.where(t < walk.size, node, count)
         R = jnp.where(walk.load[t] == RESTART, R0, R)
-        R = update(R, k[node], v[node], alpha[node], beta[node])
-        return R, states.at[row].set(R), outputs.at[row].set(read(R, q[node]))
+        o = jax.tree.map(lambda x: x[node], operands)
+        R = update(R, value_heads(o.k, heads), o.v, o.alpha, o.beta)
+        out = read(R, value_heads(o.q, heads))
+        return R, states.at[row].set(R), outputs.at[row].set(out)
 
     states = jnp.zeros((count + 1, *R0.shape), R0.dtype)
-    outputs = jnp.zeros((count + 1, *v.shape[1:]), v.dtype)
+    outputs = jnp.zeros((count + 1, *operands.v.shape[1:]), jnp.float32)
     steps = over_batch(walk.size)
     _, states, outputs = lax.fori_loop(0, steps, visit, (R0, states, outputs))
     return outputs[:count], states
