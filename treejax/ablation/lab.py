@@ -68,6 +68,7 @@ class Bench:
 
     Attributes:
       seen: a ``Step`` of the shapes that will run, for compiling.
+      temporary_bytes: what XLA allocates for a step beside arguments and results, once compiled.
     """
 
     def __init__(self, name: str, policy: Policy, drawn: Drawn, seen: Step):
@@ -76,6 +77,7 @@ class Bench:
         abstract = jax.ShapeDtypeStruct(drawn.R.shape, drawn.R.dtype)
         self.programs = Programs.of(policy, abstract, sizes.key_heads)
         self.carry: Split | None = None
+        self.temporary_bytes: int | None = None
 
     def reset(self) -> None:
         """Start again from the drawn states; the old carry is given up first."""
@@ -129,14 +131,23 @@ class Bench:
         )
         state, marks = held
         step, layers, programs = self.seen, self.drawn.layers, self.programs
-        jobs = [lambda: programs.step.lower(state, marks, layers, step.tree, step.path).compile]
-        if split:
-            made = jax.eval_shape(programs.verify, state, marks, layers, step.tree)
-            jobs += [
-                lambda: programs.verify.lower(state, marks, layers, step.tree).compile,
-                lambda: programs.publish.lower(*made.carry, made.scratch, step.path).compile,
-            ]
-        return jobs
+
+        def both() -> Callable[[], Any]:
+            lowered = programs.step.lower(state, marks, layers, step.tree, step.path)
+            return lambda: self._keep_analysis(lowered.compile())
+
+        if not split:
+            return [both]
+        made = jax.eval_shape(programs.verify, state, marks, layers, step.tree)
+        return [
+            both,
+            lambda: programs.verify.lower(state, marks, layers, step.tree).compile,
+            lambda: programs.publish.lower(*made.carry, made.scratch, step.path).compile,
+        ]
+
+    def _keep_analysis(self, compiled: Any) -> None:
+        analysis = compiled.memory_analysis()
+        self.temporary_bytes = None if analysis is None else int(analysis.temp_size_in_bytes)
 
     def needed_bytes(self) -> int:
         return needed_bytes(self.policy, self.drawn.sizes, *self._shape())
@@ -148,13 +159,25 @@ class Bench:
 def needed_bytes(policy: Policy, sizes: Sizes, batch: int, capacity: int) -> int:
     """Bytes a step of one policy needs: states drawn and carried, operands, outputs, buffers."""
     rows = rows_for(policy, capacity)
+    drawn = sizes.layers * batch * sizes.state_bytes
+    drawn += sizes.operand_bytes(batch, rows, policy.implementation)
+    buffers = sum(policy.buffers(sizes.config, capacity, batch).values())
+    return carry_bytes(policy, sizes, batch) + drawn + sizes.output_bytes(batch, rows) + buffers
+
+
+def carry_bytes(policy: Policy, sizes: Sizes, batch: int) -> int:
+    """What a policy keeps between steps."""
     shape = sizes.layers, batch, sizes.value_heads, sizes.value_dim, sizes.key_dim
     R = jax.ShapeDtypeStruct(shape, jnp.float32)
     carry = jax.eval_shape(lambda R: policy.init(R, sizes.key_heads), R)
-    carried = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(carry))
-    drawn = 4 * R.size + sizes.operand_bytes(batch, rows, policy.implementation)
-    buffers = sum(policy.buffers(sizes.config, capacity, batch).values())
-    return carried + drawn + sizes.output_bytes(batch, rows) + buffers
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(carry))
+
+
+def sequences_that_fit(policy: Policy, sizes: Sizes, capacity: int, available: int) -> int:
+    """Sequences whose recurrent carry and verify buffers fit in so many bytes."""
+    each = carry_bytes(policy, sizes, 1)
+    each += sum(policy.buffers(sizes.config, capacity).values())
+    return max(0, available // each)
 
 
 def device_bytes(limit_gib: float) -> int | None:
@@ -172,20 +195,16 @@ def does_not_fit(needed: int, available: int | None) -> str | None:
 
 
 def compile_together(
-    benches: Sequence[Bench], split: bool, seen: Callable[[str], None], over: Callable[[], bool]
+    benches: Sequence[Bench], split: bool, seen: Callable[[str], None]
 ) -> dict[str, str]:
     """Compile the programs of all benches in threads; {name: problem} of those that failed.
 
     Tracing holds Python's lock, compiling does not: each program compiles while the next is traced.
-    Benches that are not reached before ``over()`` are named as problems too.
     """
     problems: dict[str, str] = {}
     with ThreadPoolExecutor() as pool:
         pending = []
         for bench in benches:
-            if over():
-                problems[bench.name] = OUT_OF_TIME
-                continue
             seen(bench.name)
             try:
                 pending += [(bench.name, pool.submit(job())) for job in bench.compile_jobs(split)]
@@ -197,9 +216,6 @@ def compile_together(
             except Exception as error:
                 problems.setdefault(name, one_line(error))
     return problems
-
-
-OUT_OF_TIME = "the time limit was reached before this was compiled"
 
 
 def one_line(error: Exception, limit: int = 300) -> str:

@@ -8,8 +8,8 @@ heads or paths, and few enough for NumPy.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +17,13 @@ import numpy as np
 
 from pallas_kernels.bench.gate import Error, Meter
 from pallas_kernels.bench.truth import recurrence
+from treejax.ablation.base import GREEN, RED, Cell, Row
 from treejax.ablation.lab import Bench, Step, one_line
 from treejax.ablation.lab_operands import Drawn, rows_of, value_heads_of
 from treejax.policies import Policy
 
 TOLERANCE = {"ieee": 1e-5, "bf16x3": 2e-4, "tf32": 1e-2}
-"""Relative RMS that passes. 1e-5 is the design's contract for float32 states, some ten times the error
+"""Relative RMS that passes. 1e-5 is the design's contract for float32 states, ten times the error
 of the sequential float32 recurrence. The others are twice what the kernels' bench allows for one
 step (1e-4 and 5e-3), because a later step starts from the earlier one's error."""
 
@@ -41,20 +42,31 @@ class Verdict:
     deepest_state: float
     problem: str | None
 
+    @classmethod
+    def failed(cls, problem: str) -> "Verdict":
+        """Of a bench that did not come to run."""
+        none = float("nan")
+        return cls(Error(none, none), Error(none, none), none, none, problem)
+
     @property
     def green(self) -> bool:
         return self.problem is None
 
-    def measures(self) -> dict[str, Any]:
-        """For a row."""
-        return {
-            "gate": "green" if self.green else "red",
-            "problem": self.problem,
+    def measures(self) -> Row:
+        """Errors, None where there is no number."""
+        errors = {
             "output_error": self.outputs.rms,
             "state_error": self.states.rms,
             "deepest_output_error": self.deepest_output,
             "deepest_state_error": self.deepest_state,
         }
+        return {name: x if math.isfinite(x) else None for name, x in errors.items()}
+
+    def row(self, cell: Cell, measures: Row | None = None) -> Row:
+        """A cell's row; a red one has no measures but errors."""
+        if not self.green:
+            return cell.row(RED, self.problem, self.measures())
+        return cell.row(GREEN, None, self.measures() | (measures or {}))
 
 
 class Truth:
@@ -107,9 +119,8 @@ def check(bench: Bench, truth: Truth, together: bool) -> Verdict:
                 pairs = zip((outputs, states), expected, strict=True)
                 worst = [float(np.abs(made - exact).max()) for made, exact in pairs]
     except Exception as error:  # a policy that cannot run must not cost the others their rows
-        nothing = Error(float("nan"), float("nan"))
         bench.release()
-        return Verdict(nothing, nothing, worst[0], worst[1], one_line(error))
+        return Verdict.failed(one_line(error))
     errors = meter.errors()
     outputs, states = errors["outputs"], errors["states"]
     return Verdict(outputs, states, worst[0], worst[1], _problem(bench.policy, errors))

@@ -68,9 +68,13 @@ class Sizes:
         """One state of one layer and sequence, float32."""
         return 4 * self.value_heads * self.value_dim * self.key_dim
 
+    def item_bytes(self, implementation: str) -> int:
+        """Of a number of q, k and v as the device holds them."""
+        return 2 if self.dtype == "bfloat16" and implementation != "xla" else 4
+
     def operand_bytes(self, batch: int, rows: int, implementation: str) -> int:
         """q, k, v and gates of all layers, as the device holds them."""
-        item = 2 if self.dtype == "bfloat16" and implementation != "xla" else 4
+        item = self.item_bytes(implementation)
         width = 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
         return self.layers * batch * rows * (width * item + 3 * 4 * self.value_heads)
 

@@ -67,8 +67,8 @@ def make_lead() -> Lead | None:
     return Lead(LEAD_BYTES) if jax.devices()[0].platform == "gpu" else None
 
 
-def time_step(bench: Bench, steps: Sequence[Step], memory: int) -> Timed:
-    """Both in one program, the carry going round."""
+def time_step(bench: Bench, steps: Sequence[Step], memory: int, label: str = "step") -> Timed:
+    """Both in one program, the carry going round; its time goes by the bench's name and label."""
     cycle = Cycle(steps)
 
     def run(calls: int) -> Callable[[], Any]:
@@ -78,7 +78,7 @@ def time_step(bench: Bench, steps: Sequence[Step], memory: int) -> Timed:
             outputs = bench.step(cycle.next()[1])
         return lambda: jax.block_until_ready((outputs, bench.carry))
 
-    return Timed(f"{bench.name} step", run, most_calls(bench, memory))
+    return Timed(f"{bench.name} {label}", run, most_calls(bench, memory))
 
 
 def time_apart(bench: Bench, steps: Sequence[Step], memory: int) -> tuple[Timed, Timed]:
@@ -132,14 +132,13 @@ def measure(
     lead: Lead | None,
     warm_up: int,
     rounds: int,
-    over: Callable[[], bool],
     seen: Callable[[int], None],
 ) -> dict[str, Time]:
-    """Times by name, everything interleaved; ends early after the round in which ``over()``."""
+    """Times by name, everything interleaved; ``seen`` is told the rounds that are done."""
     for each in timed:
         for _ in range(-(-warm_up // each.most_calls)):
             each.run(min(warm_up, each.most_calls))()
         choose_calls(each, lead)
     gc.collect()  # not while the clock runs
-    summaries = measure_rounds(timed, rounds, over, seen)
+    summaries = measure_rounds(timed, rounds, lambda: False, seen)
     return {name: Time.of(summary) for name, summary in summaries.items()}

@@ -1,0 +1,226 @@
+"""When the state is written: at once, inside the next verify, or every few commits.
+
+One closed form, the masked solve, with three times of writing (TreeWY's untested explanation of its
+gap to ReplaySSM): ``wy`` writes at each publish, ``fused`` within the next verify, ``ring`` after L
+commits. By batch size, in milliseconds a step and in the bytes that the byte model moves.
+
+A small version for a CPU, in about half a minute: the TOML with two layers of two heads, ``batches
+= [1, 2]``, ``dtype = "float32"``, and
+
+    python -m treejax.ablate small.toml --out runs/write_timing --implementation xla
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from rich.table import Table
+
+from treejax.ablation.base import NOT_RUN, Cell, Context, Row
+from treejax.ablation.byte_model import Traffic, form_of
+from treejax.ablation.lab import carry_bytes, device_bytes, does_not_fit, needed_bytes
+from treejax.ablation.lab_arms import check_arms, make_arm
+from treejax.ablation.lab_figures import draw_lines
+from treejax.ablation.lab_operands import Sizes, draw
+from treejax.ablation.lab_run import (
+    by_cell,
+    implementation_of,
+    pooled,
+    shown,
+)
+from treejax.ablation.lab_sweep import (
+    Group,
+    check_group,
+    compile_groups,
+    held,
+    make_group,
+    step_measures,
+    time_group,
+)
+from treejax.ablation.lab_timing import make_lead
+from treejax.ablation.lab_trees import Shape, make_shape
+from treejax.config import from_mapping
+from treejax.policies import Policy
+
+
+@dataclasses.dataclass(frozen=True)
+class WriteTiming:
+    """The experiment's settings.
+
+    Attributes:
+      published: rows of the accepted path: the root and the accepted candidates.
+      gated: steps in a row that the gate compares; more than the longest ring has commits, so that
+        its write is among them.
+      The others are those of ``mechanism``.
+    """
+
+    name: ClassVar[str] = "write_timing"
+    options: ClassVar[frozenset[str]] = frozenset({"implementation"})
+    always: ClassVar[tuple[str, ...]] = ()
+
+    seed: int
+    repeats: int
+    arms: tuple[str, ...]
+    batches: tuple[int, ...]
+    sizes: Sizes
+    tree: str = "hydra27"
+    capacity: int = 32
+    most_depth: int = 11
+    published: int = 6
+    gated: int = 10
+    warm_up: int = 20
+    rounds: int = 25
+    memory_gib: float = 0.0
+
+    @classmethod
+    def from_toml(cls, table: dict[str, Any], where: str) -> "WriteTiming":
+        made = from_mapping(cls, table, where)
+        check_arms(made.arms, where)
+        if not 1 <= made.published <= len(made.shape.deepest):
+            raise ValueError(
+                f"{where}: published is {made.published}, expected 1..{len(made.shape.deepest)}, "
+                f"the rows of the longest path of {made.tree}"
+            )
+        return made
+
+    @property
+    def shape(self) -> Shape:
+        return make_shape(self.tree, self.capacity, self.most_depth)
+
+    def _policies(self, context: Context) -> dict[str, Policy]:
+        implementation = implementation_of(context, self.sizes, self.capacity)
+        return {arm: make_arm(arm, implementation, self.sizes.dtype) for arm in self.arms}
+
+    def cells(self, context: Context) -> list[Cell]:
+        made = []
+        for batch in self.batches:
+            for arm, policy in self._policies(context).items():
+                named = policy.buffers(self.sizes.config, self.capacity, batch)
+                sizes = {"carry": carry_bytes(policy, self.sizes, batch)} | named
+                made += [Cell(arm, {"batch": batch}, r, sizes) for r in range(self.repeats)]
+        return made
+
+    def run(self, context: Context, cells: Sequence[Cell], done: Sequence[Row]) -> Iterator[Row]:
+        available = device_bytes(self.memory_gib)
+        policies = self._policies(context)
+        fitting: dict[int, list[Cell]] = {}
+        for cell in cells:
+            batch = int(cell.key["batch"])
+            needed = needed_bytes(policies[cell.arm], self.sizes, batch, self.capacity)
+            # All arms of a batch are held at once, so that their rounds interleave.
+            others = sum(
+                carry_bytes(policies[arm], self.sizes, batch)
+                for arm in {c.arm for c in cells} - {cell.arm}
+            )
+            if problem := does_not_fit(needed + others, available):
+                yield cell.row(NOT_RUN, problem)
+            else:
+                fitting.setdefault(batch, []).append(cell)
+        if not fitting:
+            return
+        implementation = next(iter(policies.values())).implementation
+        rows = -(-self.capacity // 8) * 8
+        drawn = draw(self.sizes, max(fitting), rows, self.seed, implementation)
+        groups = {}
+        for batch, mine in fitting.items():
+            wanted = {cell.arm: policies[cell.arm] for cell in mine}
+            groups[batch] = make_group(wanted, drawn, batch, self.capacity, self.most_depth)
+        compile_groups(list(groups.values()), context.say)
+        lead = make_lead()
+        for at, (batch, mine) in enumerate(fitting.items()):
+            context.advance(f"batch {batch}", at, len(fitting))
+            with held(groups[batch]) as group:
+                yield from self._run_batch(context, group, mine, lead)
+
+    def _run_batch(
+        self, context: Context, group: Group, cells: Sequence[Cell], lead: Any
+    ) -> Iterator[Row]:
+        shape = self.shape
+        path = shape.deepest[: self.published]
+        steps = [group.step(shape, shape.deepest)]
+        steps += [group.step(shape, path)] * (self.gated - 1)
+        verdicts = check_group(group, steps)
+        for cell in cells:
+            verdict = verdicts[cell.arm]
+            if not verdict.green:
+                context.say(f"{cell.arm} at batch {group.batch}: RED, {verdict.problem}")
+                yield verdict.row(cell)
+        green = [arm for arm, verdict in verdicts.items() if verdict.green]
+        for repeat in sorted({cell.repeat for cell in cells}):
+            mine = {c.arm: c for c in cells if c.repeat == repeat and c.arm in green}
+            if not mine:
+                continue
+            again = {"step": [group.step(shape, path)]}
+            times = time_group(group, list(mine), again, lead, self.warm_up, self.rounds)
+            for arm, cell in mine.items():
+                bench, time = group.benches[arm], times[arm, "step"]
+                moved = self._moved(bench.policy, group.batch)
+                made = step_measures(time, bench) | {"model_mb": moved / 1e6}
+                yield verdicts[arm].row(cell, made)
+
+    def _moved(self, policy: Policy, batch: int) -> int:
+        """Bytes of a step under the byte model."""
+        shape, sizes = self.shape, self.sizes
+        traffic = Traffic(
+            layers=sizes.layers,
+            batch=batch,
+            key_heads=sizes.key_heads,
+            value_heads=sizes.value_heads,
+            key_dim=sizes.key_dim,
+            value_dim=sizes.value_dim,
+            nodes=shape.size,
+            paths=shape.leaves,
+            branching=shape.branching,
+            published=self.published,
+            commits=getattr(policy, "length", 1),
+            item=sizes.item_bytes(policy.implementation),
+        )
+        return traffic.bytes(form_of(policy.name, policy.implementation))
+
+    def summary(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
+        made = []
+        for (arm, batch), mine in by_cell(rows, ("batch",)).items():
+            first = next((row for row in mine if row["gate"] == "green"), mine[0])
+            line = {"arm": arm, "batch": batch, "gate": first["gate"], "problem": first["problem"]}
+            line |= pooled(mine, "step_ms")
+            line["model_mb"] = first.get("model_mb")
+            line["output_error"] = first.get("output_error")
+            line["state_error"] = first.get("state_error")
+            made.append(line)
+        return made
+
+    def tables(self, rows: Sequence[Row]) -> list[Table]:
+        lines = self.summary(rows)
+        batches = sorted({line["batch"] for line in lines})
+        made = []
+        for title, name, form in (
+            ("ms a step", "step_ms", ".3g"),
+            ("MB moved by the model", "model_mb", ",.4g"),
+        ):
+            table = Table(title=f"{title}, {self.tree}, {self.published} rows published")
+            table.add_column("arm")
+            for batch in batches:
+                table.add_column(f"B={batch}", justify="right")
+            for arm in dict.fromkeys(line["arm"] for line in lines):
+                mine = {line["batch"]: line for line in lines if line["arm"] == arm}
+                texts = [
+                    shown(mine[b].get(name), form) or str(mine[b]["gate"]) if b in mine else ""
+                    for b in batches
+                ]
+                table.add_row(arm, *texts)
+            made.append(table)
+        return made
+
+    def figures(self, rows: Sequence[Row], out: Path) -> None:
+        panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+        for line in self.summary(rows):
+            if line["step_ms"] is None:
+                continue
+            for title, value in (
+                ("ms a step and sequence", line["step_ms"] / line["batch"]),
+                ("GB/s that the model's bytes make", line["model_mb"] / line["step_ms"]),
+            ):
+                points = panels.setdefault(title, {}).setdefault(line["arm"], [])
+                points.append((line["batch"], value))
+        draw_lines(out / "write_timing", panels, "sequences")
