@@ -18,6 +18,7 @@ from treejax.cli import printing
 from treejax.cli.cache import use_compilation_cache
 from treejax.cli.guard import run_command
 from treejax.engine import Piece, complete
+from treejax.policies import REGISTRY
 from treejax.stats import Stats
 
 PROMPT = "print(1)"
@@ -66,12 +67,14 @@ def test_fc26_all_defaults_run_end_to_end_and_the_summary_tells(command):
     assert status == 0, err
     assert out == expected(40)
     lines = dict(line.split(maxsplit=1) for line in err.splitlines())
-    names = "prompt generated tree drafted acceptance memory kernels check"
+    names = "prompt generated tree drafted acceptance memory policy kernels check"
     assert set(lines) == set(names.split())
     assert lines["kernels"] == "none: the kernels need a Hopper GPU, the default device is a CPU"
     assert lines["prompt"].startswith("8 tok") and "not in rates" in lines["prompt"]
     assert lines["generated"].startswith("40 tok")
-    assert "[wy | mtp+suffix | hydra8 | xla | float32 | cpu]" in lines["generated"]
+    policy = lines["policy"].split(":")[0]
+    assert f"[{policy} | mtp+suffix | hydra8 | xla | float32 | cpu]" in lines["generated"]
+    assert policy in REGISTRY and "on cpu" in lines["policy"]
     assert lines["tree"].startswith("8 nodes   depth 8   1 path")
     drafted = re.match(r"(\d+) nodes in (\d+) drafts   accepted (\d+)", lines["drafted"])
     assert drafted is not None

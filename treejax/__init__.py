@@ -13,6 +13,7 @@ from treejax.checkpoint import load_model, save_model
 from treejax.config import ModelConfig
 from treejax.engine import Generation, Piece, complete, stream
 from treejax.model import Model, Output, prefill, score
+from treejax.policies.choose import choose_policy
 from treejax.sampling import Sampling, sample
 from treejax.saving import restore_checkpoint, save_checkpoint
 from treejax.state import State, init_state, reset, with_policy
@@ -31,6 +32,7 @@ __all__ = [
     "Sampling",
     "State",
     "Tree",
+    "choose_policy",
     "complete",
     "init_state",
     "load_model",

@@ -6,6 +6,7 @@ that proposes nothing.
 """
 
 import dataclasses
+import logging
 import time
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ import numpy as np
 from treejax.drafters import Drafter, make_drafter
 from treejax.model import Model, check_prompt, prompt_blocks
 from treejax.policies import Policy, kernel_problem, make_policy
+from treejax.policies.choose import choose_policy
 from treejax.requests import Request, make_requests
 from treejax.sampling import Sampling
 from treejax.shapes import Array
@@ -25,10 +27,12 @@ from treejax.state import State, init_state, state_bytes
 from treejax.stats import Stats
 from treejax.steps.together import Carry, Emission, absorb, first_token, step
 
+_log = logging.getLogger(__name__)
+
 CACHE_ROWS = 256
 """States are allocated in multiples of this, so that nearby lengths share compiled programs."""
 
-DEFAULT_POLICY = "wy"
+DEFAULT_POLICY = "auto"
 DEFAULT_DRAFTER, DEFAULT_TREE = "mtp+suffix", "hydra8"
 """What drafts unless asked otherwise, where the model has an MTP head; "suffix" elsewhere."""
 
@@ -90,7 +94,8 @@ def complete(
       model: from ``load_model``.
       prompts: a string, a list of token ids, or a list of either.
       max_tokens: tokens to generate at most; prompt and text stay within the model's context.
-      policy: state policy, a name of ``treejax.policies.REGISTRY`` or an object.
+      policy: state policy, a name of ``treejax.policies.REGISTRY`` or an object; "auto" is the
+        one that ``choose_policy`` finds in its table of measurements.
       implementation: "auto" is the policy's kernels where they can run, and plain JAX elsewhere;
         "xla" is plain JAX; "mosaic_gpu" the kernels, or an error. A policy object has its own.
       drafter: a name of ``treejax.drafters.REGISTRY`` or an object; None decodes plainly; "auto"
@@ -176,6 +181,10 @@ def run(
     """
     sampling = (Sampling() if sampling is None else sampling).prepared()
     drafter = choose_drafter(model, drafter, tree)
+    if isinstance(policy, str) and policy == "auto":
+        pick = choose_policy(model.config, len(requests), drafter.capacity, implementation)
+        policy = pick.policy
+        _log.info("policy %s: %s", *pick)
     unsupported = kernel_problem(model.config, drafter.capacity)
     policy = make_policy(policy, implementation, unsupported)
     keys = _keys(seed, len(requests))

@@ -28,6 +28,7 @@ from treejax.engine import choose_drafter, run
 from treejax.families import REGISTRY as FAMILIES
 from treejax.model import Model
 from treejax.policies import REGISTRY as POLICIES
+from treejax.policies.choose import choose_policy
 from treejax.requests import Request, make_requests
 from treejax.state import State
 
@@ -50,9 +51,12 @@ def main(arguments: Sequence[str]) -> int:
             say(NAME, "this model has no MTP head, so 'suffix' drafts")
         drafter = choose_drafter(model, options.drafter, options.tree)
         kernels = choose_implementation(options.implementation, model.config, drafter.capacity)
+        policy, why = options.policy, None
+        if policy == "auto":
+            policy, why = choose_policy(model.config, 1, drafter.capacity, kernels.implementation)
         (request,) = make_requests(model, [options.prompt], options.max_tokens, options.stop)
         try:
-            state = generate(model, request, drafter, options, kernels)
+            state = generate(model, request, drafter, policy, options, kernels)
         except BrokenPipeError:  # nobody reads the text any more, but the file was asked for
             write_figures(report, request, None)
             raise
@@ -65,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
         elif options.stats == "text":
             count = len(request.prompt)
             text = printing.stats_text(
-                request.stats, count, drafter, options.dtype, check, kernels.notice
+                request.stats, count, drafter, options.dtype, check, kernels.notice, why
             )
             sys.stderr.write(text)
     if request.stats.finish_reason == "interrupted":
@@ -74,10 +78,15 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def generate(
-    model: Model, request: Request, drafter: Drafter, options: Options, kernels: Chosen
+    model: Model,
+    request: Request,
+    drafter: Drafter,
+    policy: str,
+    options: Options,
+    kernels: Chosen,
 ) -> State | None:
     """Serve the request and print its text: the final state, None if interrupted or no step."""
-    how = (options.policy, drafter, None, options.sampling, options.seed)
+    how = (policy, drafter, None, options.sampling, options.seed)
     steps = run(model, [request], *how, warm_up=True, implementation=kernels.implementation)
     printer = printing.TextPrinter(sys.stdout)
     if sys.stderr.isatty():  # the first run of new shapes is silent for a while
@@ -103,7 +112,7 @@ def compare_with_plain(
     """Plain decoding of as many tokens as the state holds; None if interrupted."""
     prompt = request.prompt
     common: dict[str, Any] = {"sampling": options.sampling, "seed": options.seed}
-    same = {"policy": options.policy, "implementation": request.stats.implementation}
+    same = {"policy": request.stats.policy, "implementation": request.stats.implementation}
     budget = int(state.length[0]) - len(prompt) + 1
     try:
         (plain,) = agreement.record(model, [prompt], budget, **same, **common)
@@ -125,7 +134,7 @@ def list_choices() -> None:
     """What the options accept, on stdout."""
     devices = ", ".join(f"{device.platform}:{device.id}" for device in jax.devices())
     rows = {
-        "policies": ", ".join(POLICIES),
+        "policies": f"auto, {', '.join(POLICIES)}",
         "drafters": ", ".join(name for name in DRAFTERS if name != "scripted")
         + "; scripted (from Python only: it needs the answers)",
         "trees": f"{', '.join(NAMED)}, {FORMS}",

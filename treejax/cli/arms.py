@@ -15,8 +15,9 @@ import numpy as np
 from treejax import agreement
 from treejax.agreement import Agreement, Recording
 from treejax.drafters import Scripted, make_drafter
-from treejax.engine import DEFAULT_DRAFTER, DEFAULT_POLICY, DEFAULT_TREE
+from treejax.engine import DEFAULT_DRAFTER, DEFAULT_TREE
 from treejax.model import Model
+from treejax.policies.choose import DEFAULT
 from treejax.sampling import Sampling
 from treejax.stats import Stats
 
@@ -122,7 +123,7 @@ class Task:
 
         Each prompt is decoded by all, one after the other, in an order that turns.
         """
-        every: list[tuple[str, str, Any]] = [("plain", DEFAULT_POLICY, None)]  # the fastest one
+        every: list[tuple[str, str, Any]] = [("plain", DEFAULT, None)]
         every += [(arm.name, arm.policy, make_drafter(arm.drafter, arm.tree)) for arm in arms]
 
         def decode(prompt: Sequence[int], policy: str, drafter: Any) -> tuple[int, float]:

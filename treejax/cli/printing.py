@@ -53,8 +53,10 @@ def stats_text(
     dtype: str,
     check: Any = None,
     notice: str | None = None,
+    why: str | None = None,
 ) -> str:
-    """The statistics as an aligned block of lines. ``notice``: why no kernels ran, if so."""
+    """The statistics as an aligned block of lines. ``notice``: why no kernels ran, if so; ``why``:
+    how the policy was picked, if it was."""
     lines = [
         (
             "prompt",
@@ -95,6 +97,8 @@ def stats_text(
         lines.append(("drafted", "nothing: the drafter found no candidate in any step"))
     memory = f"scratch {_mebibytes(stats.scratch_bytes)}", f"state {_mebibytes(stats.state_bytes)}"
     lines.append(("memory", *memory))
+    if why is not None:
+        lines.append(("policy", f"{stats.policy}: {why}"))
     if notice is not None:
         lines.append(("kernels", f"none: {notice}"))
     if check is not None:

@@ -40,6 +40,11 @@ def make_policy(
       ValueError: an unknown name, kernels that cannot run, or an object of another implementation.
     """
     if isinstance(policy, str):
+        if policy == "auto":
+            raise ValueError(
+                "policy 'auto' depends on batch and tree: complete and stream take it, elsewhere "
+                "choose_policy(config, batch, nodes).policy names one"
+            )
         if policy not in REGISTRY:
             raise ValueError(f"unknown policy {policy!r}, expected one of: {', '.join(REGISTRY)}")
         return REGISTRY[policy](implementation=resolve(implementation, unsupported))

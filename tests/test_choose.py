@@ -1,0 +1,84 @@
+"""The automatic policy: the table it is read from, the nearest place, and what it says."""
+
+import logging
+
+import jax
+import pytest
+import tiny
+
+import treejax
+from treejax.policies import REGISTRY, make_policy
+from treejax.policies.choose import DEFAULT, choose_policy, parse_table, read_table
+
+DEVICE = jax.devices()[0].device_kind
+
+
+def place(batch, nodes, device=DEVICE, **ms):
+    config = tiny.CONFIG
+    return {
+        "device": device,
+        "implementation": "xla",
+        "layers": len(config.linear_layers),
+        "heads": [config.linear_num_key_heads, config.linear_num_value_heads],
+        "widths": [config.linear_key_head_dim, config.linear_value_head_dim],
+        "batch": batch,
+        "nodes": nodes,
+        "names": list(ms),
+        "ms": list(ms.values()),
+    }
+
+
+TABLE = parse_table(
+    [
+        place(1, 8, replay=1.0, wy=2.0, ring=3.0, snapshot=4.0),
+        place(8, 8, replay=3.0, wy=2.0),
+        place(1, 64, replay=9.0, ring=1.5, wy=2.0),
+        place(1, 8, device="another", snapshot=0.1),
+    ]
+)
+
+
+def test_the_fastest_that_was_measured_here():
+    assert choose_policy(tiny.CONFIG, 1, 8, "xla", TABLE).policy == "replay"
+    assert choose_policy(tiny.CONFIG, 8, 8, "xla", TABLE).policy == "wy"
+    assert choose_policy(tiny.CONFIG, 1, 64, "xla", TABLE).policy == "ring"
+    why = choose_policy(tiny.CONFIG, 1, 8, "xla", TABLE).why
+    assert why.startswith(f"1 ms a step (wy 2, ring 3) on {DEVICE} at ")
+    assert why.endswith("batch 1, 8 nodes")
+
+
+@pytest.mark.parametrize(
+    "batch, nodes, policy", [(2, 8, "replay"), (6, 9, "wy"), (1, 40, "ring"), (64, 1, "wy")]
+)
+def test_elsewhere_the_nearest_place_which_is_said(batch, nodes, policy):
+    pick = choose_policy(tiny.CONFIG, batch, nodes, "xla", TABLE)
+    assert pick.policy == policy
+    assert pick.why.endswith(f", batch {batch}, {nodes} nodes")
+    assert ", the nearest measured to " in pick.why
+
+
+def test_a_device_without_measurements_gets_the_default():
+    pick = choose_policy(tiny.CONFIG, 1, 8, "xla", TABLE[3:])
+    assert pick == (DEFAULT, f"the default: nothing was measured on {DEVICE} with xla")
+
+
+def test_what_ships_is_a_table_of_known_policies():
+    assert all(name in REGISTRY for place in read_table() for name in place.names)
+
+
+def test_mistakes_are_named():
+    with pytest.raises(ValueError, match="place 0: unknown key 'speed'"):
+        parse_table([place(1, 8, wy=1.0) | {"speed": 3}])
+    with pytest.raises(ValueError, match="batch 1, 8 nodes: 1 policies, 2 times"):
+        parse_table([place(1, 8, wy=1.0) | {"ms": [1.0, 2.0]}])
+    with pytest.raises(ValueError, match="'auto' depends on batch and tree: complete and stream"):
+        make_policy("auto")
+
+
+def test_generation_by_default_says_what_it_picked(caplog):
+    model = tiny.model()
+    with caplog.at_level(logging.INFO, "treejax.engine"):
+        made = treejax.complete(model, [1, 2, 3], max_tokens=3, drafter=None, implementation="xla")
+    pick = choose_policy(model.config, 1, 1, "xla")
+    assert made.stats.policy == pick.policy
+    assert f"policy {pick.policy}: {pick.why}" in caplog.text
