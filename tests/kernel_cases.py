@@ -4,6 +4,7 @@ Trees come from ``random_trees``.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import oracle
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pallas_kernels.bench.operands import Operands, Shape, make_operands, make_state
+from pallas_kernels.wy_solve import PathFactors, wy_commit_solve, wy_solve
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,3 +128,31 @@ def lower_for_h200(f, *args):
     """The lowered text of f for an H200 that is not there; bad layouts raise."""
     with use_abstract_mesh(abstract_gpu("NVIDIA H200")):
         return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def check_unwritten_commit(rows, heads, dims, dtype, implementation):
+    """Outputs are the same where a committed path is not written, and the pool's bytes stay.
+
+    Sequences differ in one call; trees of more than 32 rows have later segments, which read the
+    state again.
+    """
+    rng = np.random.default_rng(6)
+    tree = [-1, *(int(rng.integers(i)) for i in range(1, rows - 3))]  # parents come first
+    case = make_case([tree, tree[:5], tree], rows, heads, dims, jnp.dtype(dtype))
+    path = make_case([[*range(-1, 15)]] * 3, 16, heads, dims, jnp.dtype(dtype), seed=5)
+    solve = functools.partial(wy_solve, implementation="xla")
+    _, u = jax.jit(solve)(path.R, jnp.int32(path.layer), *solve_operands(path))
+    factors = *in_pool(path, path.k, u, path.g), jnp.full(3, 16, jnp.int32)
+    commit = jax.jit(functools.partial(wy_commit_solve, implementation=implementation))
+    given = jnp.int32(case.layer), PathFactors(*factors), *solve_operands(case)
+    wanted, U, written = commit(case.R, *given)
+    out, u, R = commit(case.R, *given, write=jnp.array([False, True, False]))
+    for b, parents in enumerate(case.trees):
+        assert not np.array_equal(written[:, b], case.R[:, b])
+        np.testing.assert_array_equal(R[:, b], (written if b == 1 else case.R)[:, b])
+        for ours, theirs in ((out, wanted), (u, U)):
+            np.testing.assert_array_equal(ours[b, : len(parents)], theirs[b, : len(parents)])
+    R0, o = np.asarray(written[case.layer, 0], np.float64), case.operands
+    here = (x[0, : len(tree)] for x in (o.q, o.k, o.v, o.g, o.beta))
+    exact = oracle.delta_rule_tree(R0, tree, *here)[0]
+    assert relative_rms(out[0, : len(tree)], exact) < 3e-7

@@ -12,14 +12,21 @@ import oracle
 import pytest
 import random_trees
 from compiling import compilations
-from kernel_cases import ancestors_of, expected, make_case, order_of, relative_rms
+from kernel_cases import (
+    ancestors_of,
+    check_unwritten_commit,
+    expected,
+    make_case,
+    order_of,
+    relative_rms,
+)
 
 import treejax
 from pallas_kernels.implementation import device_problem
 from pallas_kernels.node_scan import node_scan
 from pallas_kernels.path_scan import path_scan
 from pallas_kernels.replay import replay
-from pallas_kernels.walk import plan
+from pallas_kernels.walk import plan, plan_paths
 from pallas_kernels.wy_commit import wy_commit
 from pallas_kernels.wy_solve import wy_solve
 from treejax.policies import REGISTRY
@@ -77,6 +84,8 @@ def test_kernels_give_the_recurrence(kind, dtype):
     gates = case.alpha, case.beta
     out = {"path_scan": scan(case.R, layer, *rows, *gates, walk, **ON_GPU)}
     out["node_scan"], states = scan_all(case.R, layer, *rows, *gates, walk, **ON_GPU)
+    alone = plan_paths(case.parent, case.size, ROWS - 1)
+    out["per_path"], again = scan_all(case.R, layer, *rows, *gates, alone, **ON_GPU)
     decays = case.g, case.beta, ancestors_of(case), case.size
     out["wy_solve"], u = solve(case.R, layer, *rows, *decays, order=order_of(case), **ON_GPU)
     native = layered(case, "k", "v", "alpha", "beta")
@@ -84,7 +93,7 @@ def test_kernels_give_the_recurrence(kind, dtype):
     k, g = layered(case, "k", "g")
     u = jnp.stack([u] * case.R.shape[0])
     after["wy_commit"] = commit_factors(case.R, k, u, g, nodes, length, **ON_GPU)
-    bound = dict.fromkeys(("path_scan", "node_scan", "replay"), SEQUENTIAL[kind])
+    bound = dict.fromkeys(("path_scan", "node_scan", "per_path", "replay"), SEQUENTIAL[kind])
     bound |= dict.fromkeys(("wy_solve", "wy_commit"), IEEE)
     for b, tree in enumerate(case.trees):
         if not tree:
@@ -96,8 +105,16 @@ def test_kernels_give_the_recurrence(kind, dtype):
             assert relative_rms(o[b, : len(tree)], outputs) < bound[name], (name, b)
             assert not np.any(o[b, len(tree) :]), name
         assert relative_rms(states[b, : len(tree)], exact) < bound["node_scan"], b
+        np.testing.assert_array_equal(again[b, : len(tree)], states[b, : len(tree)])
         for name, R in after.items():
             assert relative_rms(R[case.layer, b], exact[last[b]]) < bound[name], (name, b)
+
+
+@pytest.mark.parametrize(
+    "rows, dtype", [(32, "bfloat16"), (32, "float32"), (70, "bfloat16")], ids=str
+)
+def test_a_path_committed_on_the_chip_alone(rows, dtype):
+    check_unwritten_commit(rows, HEADS, DIMS, dtype, "mosaic_gpu")
 
 
 @cases

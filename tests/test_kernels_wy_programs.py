@@ -13,7 +13,15 @@ import numpy as np
 import oracle
 import pytest
 import random_trees
-from kernel_cases import expected, in_pool, make_case, order_of, relative_rms, solve_operands
+from kernel_cases import (
+    check_unwritten_commit,
+    expected,
+    in_pool,
+    make_case,
+    order_of,
+    relative_rms,
+    solve_operands,
+)
 
 import pallas_kernels.wy_solve.launch
 from pallas_kernels.wy_solve import PathFactors, wy_commit_solve, wy_solve
@@ -148,29 +156,7 @@ def test_a_long_path_is_committed_in_blocks(rows, dtype):
 @pytest.mark.parametrize("implementation", ["interpret", "xla"])
 @pytest.mark.parametrize("rows", [24, 70])
 def test_a_path_may_be_committed_without_being_written(rows, implementation):
-    """Same outputs where nothing is written, the pool's bytes stay; in trees of one segment and of
-    three, whose later segments read the state again. Sequences differ in one call."""
-    tree = [-1, *(int(RNG.integers(i)) for i in range(1, rows - 3))]  # parents come first
-    case = make_case([tree, tree[:5], tree], rows, (1, 1), (32, 64), jnp.dtype("bfloat16"))
-    path = make_case([random_trees.chain(20)] * 3, 20, (1, 1), (32, 64), case.k.dtype, seed=5)
-    _, u = solve(path, "xla")
-    factors = *in_pool(path, path.k, u, path.g), jnp.full(3, 20, jnp.int32)
-    commit = jax.jit(functools.partial(wy_commit_solve, implementation=implementation))
-    rest = (PathFactors(*factors), *solve_operands(case))
-    wanted, U, written = commit(case.R, jnp.int32(case.layer), *rest)
-    write = jnp.array([False, True, False])
-    out, u, R = commit(case.R, jnp.int32(case.layer), *rest, write=write)
-    np.testing.assert_array_equal(R[:, 0], case.R[:, 0])
-    np.testing.assert_array_equal(R[:, 1], written[:, 1])
-    np.testing.assert_array_equal(R[:, 2], case.R[:, 2])
-    for b, parents in enumerate(case.trees):
-        for ours, theirs in ((out, wanted), (u, U)):
-            np.testing.assert_array_equal(ours[b, : len(parents)], theirs[b, : len(parents)])
-    R0 = np.asarray(written[case.layer, 0], np.float64)
-    o = case.operands
-    here = (x[0, : len(tree)] for x in (o.q, o.k, o.v, o.g, o.beta))
-    assert relative_rms(out[0, : len(tree)], oracle.delta_rule_tree(R0, tree, *here)[0]) < IEEE
-    assert not np.array_equal(written[:, 0], case.R[:, 0])
+    check_unwritten_commit(rows, (1, 1), (32, 64), "bfloat16", implementation)
 
 
 def abstract_sizes(dtype, key_dim, path):
