@@ -165,3 +165,8 @@ def test_mistakes_are_named():
         Fused(keys="float16")
     with pytest.raises(ValueError, match="precision 'fp8' is unknown"):
         Ring(precision="fp8")
+    operands, tree, path = draw(np.random.default_rng(0))
+    policy = Ring(keys="bfloat16")
+    (carry,) = start([policy])
+    with pytest.raises(ValueError, match="keys are float32 and the ring holds bfloat16: use keys="):
+        step(policy, carry, operands, tree, path)

@@ -91,6 +91,9 @@ class Ring:
         return topology
 
     def scan(self, carry: Checkpoint, layer: int, operands: Operands, plan: Topology) -> Scanned:
+        if operands.k.dtype != carry.ring.k.dtype:
+            name = operands.k.dtype.name
+            raise ValueError(f"keys are {name} and the ring holds {self.keys}: use keys={name!r}")
         if self.implementation != "xla":
             return self._scan_on_kernels(carry, layer, operands, plan)
         precision, due = product_precision(self.precision), self._due(carry, plan)
