@@ -7,6 +7,10 @@ alone and knows nothing of latency, launches or caches. It is what measured time
 import dataclasses
 from collections.abc import Callable
 
+from treejax.ablation.lab_operands import Sizes
+from treejax.ablation.lab_trees import Shape
+from treejax.policies import Policy
+
 FLOAT = 4
 
 
@@ -92,3 +96,21 @@ def form_of(policy: str, implementation: str) -> str:
     if policy not in forms:
         raise ValueError(f"the byte model has no form for policy {policy!r}: add it to form_of")
     return forms[policy]
+
+
+def traffic_of(sizes: Sizes, policy: Policy, shape: Shape, batch: int, published: int) -> Traffic:
+    """A step of a policy over one shape of tree, as the laboratory runs it."""
+    return Traffic(
+        layers=sizes.layers,
+        batch=batch,
+        key_heads=sizes.key_heads,
+        value_heads=sizes.value_heads,
+        key_dim=sizes.key_dim,
+        value_dim=sizes.value_dim,
+        nodes=shape.size,
+        paths=shape.leaves,
+        branching=shape.branching,
+        published=published,
+        commits=getattr(policy, "length", 1),
+        item=sizes.item_bytes(policy.implementation),
+    )

@@ -1,11 +1,10 @@
-"""Figures of the laboratory's experiments, PNG and SVG; nothing is drawn without matplotlib."""
+"""Kinds of figures that the laboratory's experiments share, drawn with ``figures``."""
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from treejax.ablation.figures import make_panels, save
 
 Lines = Mapping[str, Sequence[tuple[float, float]]]
 """Points (x, y) by the name of their line."""
@@ -15,31 +14,30 @@ INK = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f
 
 def draw_bars(path: Path, names: Sequence[str], panels: Mapping[str, Sequence[float]]) -> None:
     """Horizontal bars on log scales, a panel a measure, the number at each bar."""
-    if not names or not _there():
+    if not names:
         return
-    figure, axes = _figure(1, len(panels), 0.9 + 0.28 * len(names))
-    for axis, (title, values) in zip(axes.flat, panels.items(), strict=True):
+    figure, axes = make_panels(len(panels), 4.6 * len(panels), 0.9 + 0.28 * len(names))
+    for axis, (title, values) in zip(axes, panels.items(), strict=True):
         low = min(value for value in values if value > 0)
-        rows = np.arange(len(names))
+        rows = range(len(names))
         axis.barh(rows, values, color=INK[0], left=0, height=0.65)
         axis.set(xscale="log", title=title, xlim=(low / 2, max(values) * 4))
         axis.set_yticks(rows, names)
         axis.invert_yaxis()
-        axis.spines[["top", "right"]].set_visible(False)
         for row, value in zip(rows, values, strict=True):
             axis.text(value, row, f" {value:.3g}", va="center", fontsize=8)
-    _save(figure, path)
+    save(figure, path.parent, path.name)
 
 
 def draw_lines(
     path: Path, panels: Mapping[str, Lines], x_label: str, log: tuple[bool, bool] = (True, True)
 ) -> None:
     """Lines with points, a panel a measure; one legend."""
-    if not panels or not _there():
+    if not panels:
         return
-    figure, axes = _figure(1, len(panels), 3.6)
+    figure, axes = make_panels(len(panels), 4.6 * len(panels), 3.6)
     names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
-    for axis, (title, lines) in zip(axes.flat, panels.items(), strict=True):
+    for axis, (title, lines) in zip(axes, panels.items(), strict=True):
         for name, points in lines.items():
             x, y = zip(*sorted(points), strict=True)
             axis.plot(x, y, "o-", color=INK[names.index(name) % len(INK)], label=name, ms=4)
@@ -49,10 +47,9 @@ def draw_lines(
         axis.set_yscale("log" if log[1] else "linear")
         axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks], minor=False)
         axis.xaxis.set_minor_locator(_null_locator())
-        axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.25)
-    axes.flat[0].legend(frameon=False, fontsize=8)
-    _save(figure, path)
+    axes[0].legend(frameon=False, fontsize=8)
+    save(figure, path.parent, path.name)
 
 
 def draw_map(
@@ -64,10 +61,9 @@ def draw_map(
     title: str,
 ) -> None:
     """Which name is best in each (row, column): a colour each, with a short text in the cell."""
-    if not best or not _there():
+    if not best:
         return
-    figure, axes = _figure(1, 1, 1.2 + 0.3 * len(rows), 1.6 + 0.95 * len(columns))
-    axis = axes.flat[0]
+    figure, (axis,) = make_panels(1, 1.6 + 0.95 * len(columns), 1.2 + 0.3 * len(rows))
     for (row, column), (name, text) in best.items():
         x, y = columns.index(column), rows.index(row)
         colour = INK[list(names).index(name) % len(INK)]
@@ -76,21 +72,7 @@ def draw_map(
     axis.set(xlim=(-0.5, len(columns) - 0.5), ylim=(len(rows) - 0.5, -0.5), title=title)
     axis.set_xticks(range(len(columns)), columns)
     axis.set_yticks(range(len(rows)), rows, fontsize=8)
-    _save(figure, path)
-
-
-def _there() -> bool:
-    return importlib.util.find_spec("matplotlib") is not None
-
-
-def _figure(rows: int, columns: int, height: float, width: float | None = None) -> Any:
-    """A figure that needs no display, and its axes as an array."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width or 4.6 * columns, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure, figure.subplots(rows, columns, squeeze=False)
+    save(figure, path.parent, path.name)
 
 
 def _null_locator() -> Any:
@@ -103,9 +85,3 @@ def _square(x: float, y: float, colour: str) -> Any:
     from matplotlib.patches import Rectangle
 
     return Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, color=colour, alpha=0.55, lw=0)
-
-
-def _save(figure: Any, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for suffix in (".png", ".svg"):
-        figure.savefig(path.with_suffix(suffix), dpi=150)

@@ -8,6 +8,7 @@ policy which writes every few commits does so as often as in the cycle.
 
 import dataclasses
 import gc
+import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from pallas_kernels.bench.timing import (
     Timed,
     choose_calls,
     measure_rounds,
+    time_copy,
 )
 from treejax.ablation.lab import Bench, Step
 
@@ -65,6 +67,13 @@ class Cycle:
 def make_lead() -> Lead | None:
     """What to queue calls behind; a CPU has no queue to hide them in."""
     return Lead(LEAD_BYTES) if jax.devices()[0].platform == "gpu" else None
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second that a copy through XLA moves, read and written: the median of five."""
+    copy, moved = time_copy(LEAD_BYTES if jax.devices()[0].platform == "gpu" else 2**26)
+    copy.run(1)()
+    return moved / statistics.median(copy.sample() for _ in range(5))
 
 
 def time_step(bench: Bench, steps: Sequence[Step], memory: int, label: str = "step") -> Timed:

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from rich.table import Table
 
 from treejax.ablation.base import NOT_RUN, Cell, Context, Row
-from treejax.ablation.byte_model import Traffic, form_of
+from treejax.ablation.byte_model import form_of, traffic_of
 from treejax.ablation.lab import carry_bytes, device_bytes, does_not_fit, needed_bytes
 from treejax.ablation.lab_arms import check_arms, make_arm
 from treejax.ablation.lab_figures import draw_lines
@@ -161,21 +161,7 @@ class WriteTiming:
 
     def _moved(self, policy: Policy, batch: int) -> int:
         """Bytes of a step under the byte model."""
-        shape, sizes = self.shape, self.sizes
-        traffic = Traffic(
-            layers=sizes.layers,
-            batch=batch,
-            key_heads=sizes.key_heads,
-            value_heads=sizes.value_heads,
-            key_dim=sizes.key_dim,
-            value_dim=sizes.value_dim,
-            nodes=shape.size,
-            paths=shape.leaves,
-            branching=shape.branching,
-            published=self.published,
-            commits=getattr(policy, "length", 1),
-            item=sizes.item_bytes(policy.implementation),
-        )
+        traffic = traffic_of(self.sizes, policy, self.shape, batch, self.published)
         return traffic.bytes(form_of(policy.name, policy.implementation))
 
     def summary(self, rows: Sequence[Row]) -> list[dict[str, Any]]:

@@ -1,0 +1,240 @@
+"""Where one policy overtakes another: nodes, shape of the tree, batch and accepted length.
+
+One program a policy, capacity and batch; topology and path are data, and the steps of all arms of
+a cell are interleaved. Beside each time stands what the byte model (reference, part C.2) takes at
+the bandwidth of a copy. A cell that the device's memory cannot hold says so.
+
+A small version for a CPU: the TOML with two layers of two heads, ``nodes = [4, 8]``, ``batches =
+[1, 2]``, ``dtype = "float32"``, and
+
+    python -m treejax.ablate small.toml --out runs/atlas --implementation xla
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from rich.table import Table
+
+from treejax.ablation import atlas_report
+from treejax.ablation.base import NOT_RUN, Cell, Context, Row
+from treejax.ablation.byte_model import form_of, traffic_of
+from treejax.ablation.lab import carry_bytes, device_bytes, does_not_fit, needed_bytes
+from treejax.ablation.lab_arms import check_arms, make_arm
+from treejax.ablation.lab_operands import Drawn, Sizes, draw
+from treejax.ablation.lab_run import implementation_of
+from treejax.ablation.lab_sweep import (
+    Group,
+    check_group,
+    compile_groups,
+    held,
+    make_group,
+    step_measures,
+    time_group,
+)
+from treejax.ablation.lab_timing import copy_bandwidth, make_lead
+from treejax.ablation.lab_trees import Shape, make_shape
+from treejax.config import from_mapping
+from treejax.policies import Policy
+
+DEEPEST = 0
+"""Stands for the longest path in ``published``."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Atlas:
+    """The experiment's settings.
+
+    Attributes:
+      nodes, trees: every form of tree at every number of nodes; equal ones are measured once.
+      published: rows of the accepted path, the root included; 0 for the longest path.
+      capacities: rows of the programs; a tree runs in the smallest that holds it.
+      most_depth: static bound on a node's depth; longer chains are cut there, so they are left out.
+      The others are those of ``mechanism``.
+    """
+
+    name: ClassVar[str] = "atlas"
+    options: ClassVar[frozenset[str]] = frozenset({"implementation"})
+    always: ClassVar[tuple[str, ...]] = ()
+
+    seed: int
+    repeats: int
+    arms: tuple[str, ...]
+    nodes: tuple[int, ...]
+    trees: tuple[str, ...]
+    batches: tuple[int, ...]
+    published: tuple[int, ...]
+    sizes: Sizes
+    capacities: tuple[int, ...] = (8, 32, 128)
+    most_depth: int = 31
+    warm_up: int = 4
+    rounds: int = 3
+    memory_gib: float = 0.0
+
+    @classmethod
+    def from_toml(cls, table: dict[str, Any], where: str) -> "Atlas":
+        made = from_mapping(cls, table, where)
+        check_arms(made.arms, where)
+        if max(made.nodes) > max(made.capacities):
+            raise ValueError(
+                f"{where}: nodes hold {max(made.nodes)} and the largest of capacities is "
+                f"{max(made.capacities)}, expected one that holds it"
+            )
+        if min(made.published) < 0:
+            raise ValueError(f"{where}: published holds {min(made.published)}, expected 0 or more")
+        made.shapes()  # refuses unknown forms
+        return made
+
+    def shapes(self) -> dict[tuple[int, str], Shape]:
+        """Distinct trees by (nodes, form), smallest first."""
+        made: dict[tuple[int, str], Shape] = {}
+        for size in sorted(self.nodes):
+            for form in self.trees:
+                shape = make_shape(form, size, self.most_depth, self.seed)
+                known = {other.parents for other in made.values()}
+                if shape.size == size and shape.parents not in known:
+                    made[size, form] = shape
+        return made
+
+    def paths(self, shape: Shape) -> list[list[int]]:
+        """Distinct paths to publish, shortest first."""
+        whole = shape.deepest
+        lengths = {min(n, len(whole)) if n != DEEPEST else len(whole) for n in self.published}
+        return [whole[:length] for length in sorted(lengths)]
+
+    def _capacity(self, size: int) -> int:
+        return min(capacity for capacity in self.capacities if capacity >= size)
+
+    def _policies(self, context: Context) -> dict[str, Policy]:
+        implementation = implementation_of(context, self.sizes, max(self.capacities))
+        return {arm: make_arm(arm, implementation, self.sizes.dtype) for arm in self.arms}
+
+    def cells(self, context: Context) -> list[Cell]:
+        policies, made = self._policies(context), []
+        for (size, form), shape in self.shapes().items():
+            capacity = self._capacity(size)
+            for batch in self.batches:
+                needs = {
+                    arm: {"carry": carry_bytes(policy, self.sizes, batch)}
+                    | policy.buffers(self.sizes.config, capacity, batch)
+                    for arm, policy in policies.items()
+                }
+                for path in self.paths(shape):
+                    key: dict[str, int | str] = {
+                        "nodes": size,
+                        "tree": form,
+                        "batch": batch,
+                        "published": len(path),
+                    }
+                    made += [
+                        Cell(arm, dict(key), repeat, needs[arm])
+                        for repeat in range(self.repeats)
+                        for arm in policies
+                    ]
+        return made
+
+    def run(self, context: Context, cells: Sequence[Cell], done: Sequence[Row]) -> Iterator[Row]:
+        policies, available = self._policies(context), device_bytes(self.memory_gib)
+        fitting: dict[tuple[int, int], list[Cell]] = {}
+        for cell in cells:
+            place = self._capacity(int(cell.key["nodes"])), int(cell.key["batch"])
+            if problem := self._unfit(cell, policies, available):
+                yield cell.row(NOT_RUN, problem)
+            else:
+                fitting.setdefault(place, []).append(cell)
+        if not fitting:
+            return
+        drawn = self._draw(policies, fitting)
+        lead, bandwidth = make_lead(), copy_bandwidth()
+        context.say(f"a copy moves {bandwidth / 1e9:,.0f} GB/s")
+        finished = 0
+        for capacity in sorted({capacity for capacity, _ in fitting}):
+            groups = {
+                batch: make_group(
+                    {cell.arm: policies[cell.arm] for cell in mine},
+                    *(drawn, batch, capacity, self.most_depth),
+                )
+                for (rows, batch), mine in sorted(fitting.items())
+                if rows == capacity
+            }
+            compile_groups(list(groups.values()), context.say)
+            for batch, group in groups.items():
+                with held(group):
+                    mine = fitting[capacity, batch]
+                    for row in self._run_group(context, group, mine, lead, bandwidth):
+                        yield row
+                        finished += 1
+                        context.advance(f"N={capacity} B={batch}", finished, len(cells))
+
+    def _unfit(self, cell: Cell, policies: dict[str, Policy], available: int | None) -> str | None:
+        """Whether the cell does not fit beside the carries of the arms it is interleaved with."""
+        batch, capacity = int(cell.key["batch"]), self._capacity(int(cell.key["nodes"]))
+        others = [policy for arm, policy in policies.items() if arm != cell.arm]
+        carried = sum(carry_bytes(policy, self.sizes, batch) for policy in others)
+        needed = needed_bytes(policies[cell.arm], self.sizes, batch, capacity)
+        return does_not_fit(needed + carried, available)
+
+    def _draw(self, policies: dict[str, Policy], fitting: dict[tuple[int, int], Any]) -> Drawn:
+        """Operands for the largest batch and capacity; every group takes a part."""
+        implementation = next(iter(policies.values())).implementation
+        rows = -(-max(capacity for capacity, _ in fitting) // 8) * 8
+        batch = max(batch for _, batch in fitting)
+        return draw(self.sizes, batch, rows, self.seed, implementation)
+
+    def _run_group(
+        self,
+        context: Context,
+        group: Group,
+        cells: Sequence[Cell],
+        lead: Any,
+        bandwidth: float,
+    ) -> Iterator[Row]:
+        """Tree after tree: gate all arms over two rounds of its paths, then time them together."""
+        shapes = self.shapes()
+        for size, form in dict.fromkeys((c.key["nodes"], c.key["tree"]) for c in cells):
+            shape = shapes[int(size), str(form)]
+            mine = [c for c in cells if (c.key["nodes"], c.key["tree"]) == (size, form)]
+            steps = {len(path): group.step(shape, path) for path in self.paths(shape)}
+            verdicts = check_group(group, [steps[n] for n in sorted(steps, reverse=True)] * 2)
+            for cell in mine:
+                if not verdicts[cell.arm].green:
+                    yield verdicts[cell.arm].row(cell)
+            green = [arm for arm, verdict in verdicts.items() if verdict.green]
+            for repeat in sorted({cell.repeat for cell in mine}):
+                wanted = [c for c in mine if c.repeat == repeat and c.arm in green]
+                arms = list(dict.fromkeys(cell.arm for cell in wanted))
+                lengths = sorted({int(cell.key["published"]) for cell in wanted})
+                labelled = {str(n): [steps[n]] for n in lengths}
+                if not arms:
+                    continue
+                times = time_group(group, arms, labelled, lead, self.warm_up, self.rounds)
+                for cell in wanted:
+                    bench = group.benches[cell.arm]
+                    made = step_measures(times[cell.arm, str(cell.key["published"])], bench)
+                    made |= self._modelled(bench.policy, shape, cell, bandwidth)
+                    yield verdicts[cell.arm].row(cell, made)
+
+    def _modelled(self, policy: Policy, shape: Shape, cell: Cell, bandwidth: float) -> Row:
+        """The tree's figures, and the byte model's."""
+        batch, published = int(cell.key["batch"]), int(cell.key["published"])
+        traffic = traffic_of(self.sizes, policy, shape, batch, published)
+        moved = traffic.bytes(form_of(policy.name, policy.implementation))
+        return {
+            "depth": shape.depth,
+            "leaves": shape.leaves,
+            "branching": shape.branching,
+            "model_mb": moved / 1e6,
+            "model_ms": 1e3 * moved / bandwidth,
+            "copy_gb_per_s": bandwidth / 1e9,
+        }
+
+    def summary(self, rows: Sequence[Row]) -> list[Row]:
+        return atlas_report.cells_of(rows)
+
+    def tables(self, rows: Sequence[Row]) -> list[Table]:
+        lines = atlas_report.cells_of(rows)
+        return [*atlas_report.pair_tables(lines), atlas_report.unfit_table(lines)]
+
+    def figures(self, rows: Sequence[Row], out: Path) -> None:
+        atlas_report.draw(atlas_report.cells_of(rows), self.arms, out)
