@@ -25,9 +25,10 @@ LAYERS = [
     "engine",
     "agreement training",
     "cli",
-    "generate compare train evaluate",
+    "ablation",
+    "generate compare train evaluate ablate",
 ]
-COMMANDS = ["generate", "compare", "train", "evaluate"]
+COMMANDS = ["generate", "compare", "train", "evaluate", "ablate"]
 NEVER = {  # whatever the order allows
     "policies": "layers model state drafters",
     "drafters": "policies state model steps",
@@ -108,7 +109,7 @@ def test_only_policies_and_what_stands_above_them_reach_kernels():
 def test_nothing_imports_a_command():
     for path in [PACKAGE / "__init__.py", *FILES]:
         assert not imports_of(path) & (set(COMMANDS) - {part_of(path)}), path
-        if part_of(path) not in [*COMMANDS, "cli"]:
+        if part_of(path) not in [*COMMANDS, "cli", "ablation"]:
             assert "cli" not in imports_of(path), path
 
 

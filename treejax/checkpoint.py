@@ -76,7 +76,7 @@ def load_model(path_or_name: str | Path | None = None, dtype: str = "float32") -
     """
     if dtype not in _DTYPES:
         raise ValueError(f"dtype is {dtype!r}, expected {' or '.join(_DTYPES)}")
-    folder = _find(path_or_name)
+    folder = find_folder(path_or_name)
     stored = StoredTensors(folder)
     config = _settle_mtp(_read_config(folder), stored)
     params, used, skipped = _read_parameters(config, stored, dtype)
@@ -92,7 +92,8 @@ def load_model(path_or_name: str | Path | None = None, dtype: str = "float32") -
     return Model(params, config, _read_tokenizer(folder, config), summary)
 
 
-def _find(path_or_name: str | Path | None) -> Path:
+def find_folder(path_or_name: str | Path | None) -> Path:
+    """The folder that ``load_model`` reads for a path, a name of ``SHIPPED`` or None."""
     name = next(iter(SHIPPED)) if path_or_name is None else path_or_name
     folder = SHIPPED.get(name, Path(name)) if isinstance(name, str) else name
     if not folder.is_dir():

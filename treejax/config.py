@@ -7,6 +7,7 @@ parameters and state follows from it. Families turn a ``config.json`` into one.
 import dataclasses
 import tomllib
 from pathlib import Path
+from types import NoneType
 from typing import Any, get_args, get_origin
 
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -127,15 +128,20 @@ def from_mapping[T](cls: type[T], values: dict[str, Any], where: str) -> T:
 
 
 def _convert(kind: Any, value: Any, where: str) -> Any:
-    if dataclasses.is_dataclass(kind) and isinstance(value, dict):
-        return from_mapping(kind, value, where)  # type: ignore[arg-type]
-    if get_origin(kind) is tuple and isinstance(value, list):
-        inner = get_args(kind)[0]
-        return tuple(_convert(inner, item, f"{where}[{i}]") for i, item in enumerate(value))
-    if kind is float and type(value) is int:
+    accepted = (kind,)
+    if get_origin(kind) is tuple:
+        if isinstance(value, list):
+            inner = get_args(kind)[0]
+            return tuple(_convert(inner, item, f"{where}[{i}]") for i, item in enumerate(value))
+        accepted = (list,)
+    elif get_args(kind):  # a union
+        accepted = get_args(kind)
+    nested = next((each for each in accepted if dataclasses.is_dataclass(each)), None)
+    if nested is not None and isinstance(value, dict):
+        return from_mapping(nested, value, where)  # type: ignore[arg-type]
+    if float in accepted and int not in accepted and type(value) is int:
         return float(value)
-    accepted = tuple(get_args(kind)) or (kind,)
     if type(value) not in accepted:
-        wanted = " or ".join(getattr(t, "__name__", str(t)) for t in accepted)
-        raise ValueError(f"{where} is {value!r}, expected {wanted}")
+        names = [getattr(t, "__name__", str(t)) for t in accepted if t is not NoneType]
+        raise ValueError(f"{where} is {value!r}, expected {' or '.join(names)}")
     return value

@@ -5,7 +5,7 @@ arms are interleaved and what gates them are the experiment's own business.
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -32,7 +32,7 @@ class Cell:
     """
 
     arm: str
-    key: dict[str, int | str]
+    key: Mapping[str, int | str]
     repeat: int
     bytes: dict[str, int] = dataclasses.field(default_factory=dict)
 
@@ -125,7 +125,7 @@ class Experiment(Protocol):
         ...
 
     def figures(self, rows: Sequence[Row], out: Path) -> None:
-        """Write figures into ``out``; called only where matplotlib is installed."""
+        """Write figures (and other files) into ``out``; without matplotlib none are drawn."""
         ...
 
 

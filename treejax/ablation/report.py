@@ -2,6 +2,7 @@
 
 import csv
 import datetime
+import hashlib
 import json
 import platform
 import subprocess
@@ -50,6 +51,11 @@ def write_summary(folder: Path, environment: dict[str, Any], records: Sequence[R
         writer.writerows(records)
     whole = {"environment": environment, "rows": list(records)}
     (folder / "summary.json").write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+
+
+def file_digest(path: str | Path) -> str:
+    """SHA-256 of a file."""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
 def problems(rows: Sequence[Row]) -> list[str]:

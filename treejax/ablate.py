@@ -1,0 +1,206 @@
+"""Run an experiment: compare arms, gate before speed, keep every row.
+
+    python -m treejax.ablate configs/ablations/quick.toml --out runs/quick
+    python -m treejax.ablate configs/ablations/quick.toml --dry-run
+
+The TOML is the experiment (``treejax.ablation`` lists the kinds). DIR gets ``rows.jsonl`` while it
+runs, then ``summary.csv``, ``summary.json`` and figures; the tables go to stdout. A run that was
+killed, interrupted or out of time goes on with ``--resume``. Exit status 1 if any row is red.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from treejax.ablation import EXPERIMENTS, Cell, Context, Experiment
+from treejax.ablation.base import RED, Advance, select_arms
+from treejax.ablation.figures import HINT, can_draw
+from treejax.ablation.plan import plan_table
+from treejax.ablation.report import environment, file_digest, problems, write_summary
+from treejax.ablation.rows import RowFile, missing, read_rows
+from treejax.cli.cache import use_compilation_cache
+from treejax.cli.guard import INTERRUPTED, Parser, run_command, say
+from treejax.cli.kernels import CHOICES
+from treejax.config import read_toml
+
+NAME = "treejax.ablate"
+_OPTIONS = ("wheel", "checkpoint", "dtype", "implementation", "requests")
+_QUIET_S = 30.0  # between two lines of progress where there is no terminal
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = Parser(f"python -m {NAME}", description="Run an experiment.", allow_abbrev=False)
+    parser.add_argument("config", metavar="CONFIG.toml", help="describes the experiment")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="rows, summaries and figures")
+    parser.add_argument("--arms", metavar="A,B", help="only these arms, or those that begin so")
+    parser.add_argument("--repeats", type=int, metavar="N", help="instead of the TOML's")
+    parser.add_argument("--resume", action="store_true", help="go on with the run in DIR")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and memory by arm")
+    parser.add_argument(
+        "--time-limit", type=float, metavar="SECONDS", help="stop before the next row after these"
+    )
+    some = parser.add_argument_group("what some experiments take")
+    some.add_argument("--wheel", metavar="FILE", help="wheel that holds the prompts")
+    some.add_argument("--checkpoint", metavar="DIR", help="default: the model that ships")
+    some.add_argument("--dtype", choices=("float32", "bfloat16"), help="default float32")
+    some.add_argument("--implementation", choices=CHOICES, help="of all arms; default auto")
+    some.add_argument(
+        "--requests", metavar="FILE.jsonl", help="recorded requests instead of the TOML's prompts"
+    )
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = make_parser().parse_args(arguments)
+    out: Path | None = options.out
+    if out is None and not options.dry_run:
+        raise ValueError("--out DIR is missing, expected a folder for rows and summaries")
+    experiment, text, seed = read_experiment(options)
+    use_compilation_cache()
+    with progress(sys.stderr.isatty()) as advance:
+        context = make_context(options, advance)
+        wanted = [] if options.arms is None else options.arms.split(",")
+        cells = select_arms(experiment.cells(context), wanted, experiment.always)
+        if not cells:
+            raise ValueError(f"{options.config} asks for no cell, expected at least one")
+        if options.dry_run or out is None:
+            rows = read_rows(out) if options.resume and out else []
+            Console(width=_width()).print(plan_table(cells, missing(cells, rows)))
+            return 0
+        begin = RowFile.resume if options.resume else RowFile.create
+        file = begin(out, text, decisive(options))
+        ended = measure(experiment, context, cells, file)
+    report(experiment, context, file, environment(text, seed, arguments))
+    left = len(file.missing(cells))
+    if left:
+        say(NAME, f"{ended} with {left} of {len(cells)} rows missing: --resume goes on from here")
+    if ended == "interrupted":
+        return INTERRUPTED
+    return 1 if any(row["gate"] == RED for row in file.rows) else 0
+
+
+def read_experiment(options: argparse.Namespace) -> tuple[Experiment, str, int]:
+    """The experiment, its TOML's text, and the seed."""
+    table = read_toml(options.config)
+    name = table.pop("experiment", None)
+    if name not in EXPERIMENTS:
+        known = ", ".join(EXPERIMENTS)
+        raise ValueError(f"{options.config}: experiment is {name!r}, expected one of: {known}")
+    if options.repeats is not None:
+        table["repeats"] = options.repeats
+    kind: Any = EXPERIMENTS[name]
+    for option in _OPTIONS:
+        if getattr(options, option) is not None and option not in kind.options:
+            raise ValueError(f"--{option}: the experiment {name!r} cannot use it, leave it out")
+    for key, least in (("seed", 0), ("repeats", 1)):
+        value = table.get(key)
+        if type(value) is not int or value < least:
+            where = f"{options.config}: {key}"
+            raise ValueError(f"{where} is {value!r}, expected an integer of at least {least}")
+    experiment = kind.from_toml(table, options.config)
+    return experiment, Path(options.config).read_text(encoding="utf-8"), table["seed"]
+
+
+def make_context(options: argparse.Namespace, advance: Advance) -> Context:
+    return Context(
+        out=options.out,
+        advance=advance,
+        say=lambda line: say(NAME, line),
+        wheel=options.wheel,
+        checkpoint=options.checkpoint,
+        dtype=options.dtype,
+        implementation=options.implementation or "auto",
+        requests=options.requests,
+        time_limit=options.time_limit,
+    )
+
+
+def decisive(options: argparse.Namespace) -> dict[str, Any]:
+    """Options beside the TOML that decide what rows say; a run keeps them to its end."""
+    made = {name: getattr(options, name) for name in ("checkpoint", "dtype", "implementation")}
+    requests = options.requests
+    return made | {"requests": None if requests is None else file_digest(requests)}
+
+
+def measure(experiment: Experiment, context: Context, cells: Sequence[Cell], file: RowFile) -> str:
+    """Run what is missing, and write every row at once. Returns how it ended."""
+    left, done = file.missing(cells), list(file.rows)
+    limit, started = context.time_limit, time.monotonic()
+    if not left:
+        return "ended"
+    try:
+        for row in experiment.run(context, left, done):
+            file.append(row)
+            if row["gate"] == RED:
+                context.say(problems([row])[0])
+            if limit is not None and time.monotonic() - started >= limit:
+                return "out of time"
+    except KeyboardInterrupt:
+        return "interrupted"
+    return "ended"
+
+
+def report(
+    experiment: Experiment, context: Context, file: RowFile, environment: dict[str, Any]
+) -> None:
+    """Summaries, figures and the tables of all rows that are there."""
+    if context.out is None or not file.rows:
+        return
+    write_summary(context.out, environment, experiment.summary(file.rows))
+    experiment.figures(file.rows, context.out)
+    if not can_draw():
+        context.say(HINT)
+    console = Console(width=_width())
+    for table in experiment.tables(file.rows):
+        console.print(table)
+
+
+@contextmanager
+def progress(terminal: bool) -> Iterator[Advance]:
+    """A bar with the time left on stderr; where that is no terminal, a line now and then."""
+    if not terminal:
+        yield _lines()
+        return
+    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()
+    console = Console(stderr=True)
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
+        task = bar.add_task("")
+
+        def advance(description: str, done: int, total: int) -> None:
+            bar.update(task, description=description, completed=done, total=total)
+
+        yield advance
+
+
+def _lines() -> Callable[[str, int, int], None]:
+    started = last = time.monotonic()
+    first: int | None = None
+
+    def advance(description: str, done: int, total: int) -> None:
+        nonlocal last, first
+        now = time.monotonic()
+        first = done if first is None else first
+        if now - last < _QUIET_S:
+            return
+        last = now
+        left = (now - started) * (total - done) / (done - first) if done > first else None
+        ahead = "" if left is None else f", {left / 60:.0f} min left"
+        say(NAME, f"{description}: {done} of {total}{ahead}")
+
+    return advance
+
+
+def _width() -> int | None:
+    """As wide as the terminal; a file takes whole tables."""
+    return None if sys.stdout.isatty() else 180
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(NAME, main, sys.argv[1:]))

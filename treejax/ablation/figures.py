@@ -1,0 +1,52 @@
+"""Figures of experiments: PNG to look at, SVG to print; matplotlib is optional."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+HINT = "no figures: matplotlib is not installed (pip install 'treejax[notebooks]')"
+
+
+def can_draw() -> bool:
+    """Whether matplotlib is there."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def make_panels(columns: int, width: float, height: float) -> tuple[Any, list[Any]]:
+    """A figure (inches) and its axes side by side. Nothing of pyplot: no global state."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = list(figure.subplots(1, columns, squeeze=False)[0])
+    for each in axes:
+        each.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def draw_ranges(
+    axes: Any,
+    names: list[str],
+    values: list[float],
+    ranges: list[tuple[float, float]],
+    label: str,
+) -> None:
+    """Horizontal bars with their ranges, the first name on top, the number at each bar."""
+    low = [value - span[0] for value, span in zip(values, ranges, strict=True)]
+    high = [span[1] - value for value, span in zip(values, ranges, strict=True)]
+    places = range(len(names))
+    axes.barh(places, values, xerr=(low, high), color="#4269d0", height=0.65, ecolor="#555555")
+    axes.set_yticks(places, names)
+    axes.invert_yaxis()
+    axes.set_xlabel(label)
+    for place, value, span in zip(places, values, ranges, strict=True):
+        axes.text(span[1], place, f" {value:.3g}", va="center", fontsize=8)
+    axes.margins(x=0.12)
+
+
+def save(figure: Any, out: Path, name: str) -> None:
+    """``name``.png and ``name``.svg, the same bytes for the same numbers."""
+    import matplotlib
+
+    figure.savefig(out / f"{name}.png", dpi=150)
+    with matplotlib.rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):
+        figure.savefig(out / f"{name}.svg", metadata={"Date": None})
