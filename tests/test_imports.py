@@ -103,7 +103,7 @@ def test_only_policies_and_what_stands_above_them_reach_kernels():
         for path in FILES
         if any(name.split(".")[0] == "pallas_kernels" for name in names_in(path))
     }
-    assert users == {"policies", "steps", "cli"}
+    assert users == {"policies", "steps", "cli", "ablation"}
 
 
 def test_nothing_imports_a_command():
