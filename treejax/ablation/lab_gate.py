@@ -149,7 +149,9 @@ def _pick(outputs: jax.Array, row: jax.Array, heads: jax.Array) -> jax.Array:
 
 def _problem(policy: Policy, errors: dict[str, Error]) -> str | None:
     bound = TOLERANCE[getattr(policy, "precision", "ieee")]
-    for name, error in errors.items():
-        if not error.rms <= bound:  # NaN is not
-            return f"{name}: relative RMS {error.rms:.1e} from float64, expected {bound:.0e}"
-    return None
+    wrong = [
+        f"{name}: relative RMS {error.rms:.1e} from float64, expected {bound:.0e}"
+        for name, error in errors.items()
+        if not error.rms <= bound  # NaN is not
+    ]
+    return "; ".join(wrong) or None
