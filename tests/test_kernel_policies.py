@@ -61,11 +61,10 @@ def small_model():
 
 
 @functools.cache
-def prompted(policy, implementation):
-    """Two prompts of different length under a policy."""
-    state = init_state(SMALL, 2, 64, policy=policy, implementation=implementation)
+def prompted():
+    """Two prompts of different length; other policies continue from here."""
     tokens = np.random.default_rng(1).integers(0, tiny.CONFIG.vocab_size, (2, 9))
-    return prefill(small_model(), state, tokens, [9, 4])[1]
+    return prefill(small_model(), init_state(SMALL, 2, 64), tokens, [9, 4])[1]
 
 
 @policies
@@ -76,7 +75,7 @@ def test_kernels_follow_plain_jax(policy):
     empty and its bytes stay.
     """
     rng, model = np.random.default_rng(3), small_model()
-    states = {how: prompted(policy, how) for how in ("interpret", "xla")}
+    states = {how: with_policy(prompted(), policy, how) for how in ("interpret", "xla")}
     for number, sizes in enumerate([(9, 5), (1, 7), (6, 8), (4, 3)]):
         tree, parents = random_tree(rng, sizes)
         paths = [path_to(p, int(rng.integers(len(p)))) for p in parents]
@@ -187,7 +186,7 @@ def test_buffers_of_kernels_are_the_scratch_of_verify(policy):
 
 
 def test_with_policy_keeps_the_implementation_unless_told():
-    state = prompted("replay", "interpret")
+    state = with_policy(prompted(), "replay", "interpret")
     assert with_policy(state, "wy").policy == REGISTRY["wy"](implementation="interpret")
     assert with_policy(state, "wy", "xla").policy.implementation == "xla"
     assert with_policy(state, REGISTRY["wy"]()).policy.implementation == "xla"
