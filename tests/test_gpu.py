@@ -119,6 +119,20 @@ def test_a_path_committed_on_the_chip_alone(rows, dtype):
 
 @cases
 @dtypes
+def test_every_path_by_itself_writes_the_bits_of_the_walk(kind, dtype):
+    """Nodes that several paths share are written several times, by copies that overlap updates."""
+    case = big_case(kind, dtype)
+    rows = case.q, case.k, case.v, case.alpha, case.beta
+    layer, bound = jnp.int32(case.layer), ROWS - 1
+    nodes = scan_all(case.R, layer, *rows, plan(case.parent, case.size), **ON_GPU)
+    paths = scan_all(case.R, layer, *rows, plan_paths(case.parent, case.size, bound), **ON_GPU)
+    np.testing.assert_array_equal(paths[0], nodes[0])
+    for b, tree in enumerate(case.trees):
+        np.testing.assert_array_equal(paths[1][b, : len(tree)], nodes[1][b, : len(tree)])
+
+
+@cases
+@dtypes
 def test_replay_and_scan_are_bitwise_single_token_decoding(kind, dtype):
     """One token: a scan of a lone root gives its output, a replay of it the next state."""
     case = big_case(kind, dtype)
