@@ -133,7 +133,7 @@ def test_times_come_from_the_cycle_of_frontiers():
 
 
 def test_deferred_writes_happen_as_often_apart_as_together():
-    """The marks that verify is timed at are those of a real cycle: a ring of four is due in some."""
+    """Verify is timed at the marks of a real cycle, in which a ring of four is due at times."""
     made = bench("ring")
     made.reset()
     seen = []
