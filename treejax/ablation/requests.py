@@ -55,8 +55,7 @@ class Requests:
             for repeat in range(self.settings.repeats):
                 for task in work.tasks:
                     if task.prompt in names:
-                        key = {"prompt": task.prompt, "mode": task.mode}
-                        made.append(Cell(arm.name, key, repeat, sizes))
+                        made.append(Cell(arm.name, task.key, repeat, sizes))
         return made
 
     def run(self, context: Context, cells: Sequence[Cell], done: Sequence[Row]) -> Iterator[Row]:
@@ -105,8 +104,7 @@ class Requests:
 
     def _in_turn(self, wanted: dict[Any, Cell], task: Task, repeat: int, turn: int) -> list[Cell]:
         """Cells of one task and repeat, the arms in an order that turns."""
-        key = {"prompt": task.prompt, "mode": task.mode}
-        all_of = [Cell(arm.name, key, repeat).identity() for arm in self.arms()]
+        all_of = [Cell(arm.name, task.key, repeat).identity() for arm in self.arms()]
         start = turn % len(all_of)
         order = all_of[start:] + all_of[:start]
         return [wanted[identity] for identity in order if identity in wanted]

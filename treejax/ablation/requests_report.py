@@ -24,29 +24,34 @@ _COUNTS = ("tokens", "steps", "drafts", "proposed", "accepted")
 
 
 def summarise(rows: Sequence[Row], arms: Sequence[str]) -> list[Row]:
-    """One record an arm and mode, in the order of ``arms``.
+    """One record a corpus, mode and arm, in the order of ``arms``.
 
     Counts are those of one repeat: all repeats decode the same.
     """
     made = []
-    for mode in dict.fromkeys(row["mode"] for row in rows):
-        in_mode = [row for row in rows if row["mode"] == mode]
-        plain = [row for row in in_mode if row["arm"] == PLAIN]
-        there = {row["arm"] for row in in_mode}
+    for group in dict.fromkeys(_group(row) for row in rows):
+        grouped = [row for row in rows if _group(row) == group]
+        plain = [row for row in grouped if row["arm"] == PLAIN]
+        there = {row["arm"] for row in grouped}
         for arm in (arm for arm in arms if arm in there):
-            made.append(_record(arm, mode, rows, plain))
+            made.append(_record(arm, group, rows, plain))
     return made
 
 
-def _record(arm: str, mode: str, rows: Sequence[Row], plain: Sequence[Row]) -> Row:
+def _group(row: Row) -> tuple[str, str]:
+    return row["corpus"], row["mode"]
+
+
+def _record(arm: str, group: tuple[str, str], rows: Sequence[Row], plain: Sequence[Row]) -> Row:
     whole = [row for row in rows if row["arm"] == arm]
-    mine = [row for row in whole if row["mode"] == mode]
+    mine = [row for row in whole if _group(row) == group]
     red = [row for row in whole if row["gate"] == RED]
     ties = len({row["prompt"] for row in mine if row["gate"] == NEAR_TIE})
     gate = RED if red else NEAR_TIE if ties else "green"
     problem = f"{red[0]['prompt']}, {red[0]['mode']}: {red[0]['problem']}" if red else None
     repeats = _complete_repeats(mine)
-    record: Row = {"arm": arm, "mode": mode} | {name: mine[0].get(name) for name in _ABOUT}
+    record: Row = {"corpus": group[0], "mode": group[1], "arm": arm}
+    record |= {name: mine[0].get(name) for name in _ABOUT}
     record |= {"requests": len(repeats[0]), "repeats": len(repeats)}
     record |= {"gate": gate, "near_ties": ties, "problem": problem}
     if red:
@@ -91,7 +96,7 @@ def make_table(records: Sequence[Row], notice: str | None) -> Table:
     """The table that is printed; "-" where an arm has no figure."""
     caption = [notice] if notice else []
     for record in records:
-        name = f"{record['arm']}, {record['mode']}"
+        name = f"{record['arm']}, {record['corpus']}, {record['mode']}"
         if record["problem"] is not None:
             caption.append(f"{name} RED: {record['problem']}")
         elif record["arm"] != PLAIN and not record["proposed"]:
@@ -101,8 +106,8 @@ def make_table(records: Sequence[Row], notice: str | None) -> Table:
         caption="\n".join(caption) or None,
     )
     table.add_column("arm", no_wrap=True)
-    table.add_column("mode")
-    table.add_column("gate")
+    for head in ("corpus", "mode", "gate"):
+        table.add_column(head)
     heads = "n x r|n/w/d|steps|proposed|accepted|emitted|first|length"
     for head in (*heads.split("|"), "tok/s (range)", "times plain (range)", "scratch MiB"):
         table.add_column(head, justify="right", no_wrap=head.endswith("(range)"))
@@ -113,7 +118,7 @@ def make_table(records: Sequence[Row], notice: str | None) -> Table:
 
 def _cells(record: Row) -> list[str]:
     near = f" ({record['near_ties']})" if record["near_ties"] else ""
-    cells = [record["arm"], record["mode"], f"{record['gate']}{near}"]
+    cells = [record["arm"], record["corpus"], record["mode"], f"{record['gate']}{near}"]
     cells.append(f"{record['requests']} x {record['repeats']}")
     shape = (record[name] for name in ("nodes", "width", "depth"))
     cells.append("/".join("-" if value is None else str(value) for value in shape))
@@ -143,7 +148,8 @@ def write_requests(rows: Sequence[Row], path: Path) -> None:
     lines: dict[tuple[str, str], dict[str, Any]] = {}
     for arm in arms:
         for (prompt, mode), mine in _by_request(rows, arm).items():
-            line = lines.setdefault((prompt, mode), {"prompt": prompt, "mode": mode})
+            head = {"corpus": mine[0]["corpus"], "prompt": prompt, "mode": mode}
+            line = lines.setdefault((prompt, mode), head)
             line |= {name: mine[0][name] for name in ("prompt_tokens", "budget", "tokens")}
             rates = [row["tokens_per_s"] for row in mine if row["tokens_per_s"] is not None]
             line[f"{arm} tokens_per_s"] = statistics.median(rates) if rates else ""
@@ -156,32 +162,35 @@ def write_requests(rows: Sequence[Row], path: Path) -> None:
 
 
 def draw(records: Sequence[Row], rows: Sequence[Row], out: Path) -> None:
-    """Rates by arm, and acceptance by depth of the arms that serve all requests; a panel a mode.
+    """Rates by arm, and acceptance by depth of the arms that serve all requests; a panel a
+    corpus and mode.
 
     Nothing without matplotlib.
     """
-    modes = list(dict.fromkeys(record["mode"] for record in records))
+    groups = list(dict.fromkeys(_group(record) for record in records))
     timed = [record for record in records if record.get("tokens_per_s") is not None]
     if not can_draw() or not timed:
         return
-    figure, panels = make_panels(len(modes), 6 * len(modes), 1.2 + 0.3 * len(timed) / len(modes))
-    for axes, mode in zip(panels, modes, strict=True):
-        mine = [record for record in timed if record["mode"] == mode]
+    figure, panels = make_panels(len(groups), 6 * len(groups), 1.2 + 0.3 * len(timed) / len(groups))
+    for axes, group in zip(panels, groups, strict=True):
+        mine = [record for record in timed if _group(record) == group]
         names = [f"{r['arm']} ({r['requests']})" for r in mine]
         spans = [(r["tokens_per_s_min"], r["tokens_per_s_max"]) for r in mine]
         rates = [record["tokens_per_s"] for record in mine]
-        draw_ranges(axes, names, rates, spans, f"{mode}: tokens/s (range); (requests)")
+        draw_ranges(axes, names, rates, spans, f"{', '.join(group)}: tokens/s (range)")
     save(figure, out, "rates")
-    figure, panels = make_panels(len(modes), 5 * len(modes), 3.6)
-    for axes, mode in zip(panels, modes, strict=True):
-        mode_records = [record for record in timed if record["mode"] == mode]
-        most = max((record["requests"] for record in mode_records), default=0)
-        for record in mode_records:
+    figure, panels = make_panels(len(groups), 5 * len(groups), 3.6)
+    for axes, group in zip(panels, groups, strict=True):
+        grouped = [record for record in timed if _group(record) == group]
+        most = max((record["requests"] for record in grouped), default=0)
+        for record in grouped:
             if record["proposed"] and record["requests"] == most:
-                mine = [r for r in rows if (r["arm"], r["mode"]) == (record["arm"], mode)]
+                mine = [r for r in rows if r["arm"] == record["arm"] and _group(r) == group]
                 shares = accepted_by_depth(_complete_repeats(mine)[0])
                 axes.plot(range(1, len(shares) + 1), shares, "o-", ms=3, label=record["arm"])
-        axes.set(title=mode, xlabel="depth", ylabel="share of drafts accepted", ylim=(0, 1))
+        axes.set(
+            title=", ".join(group), xlabel="depth", ylabel="share of drafts accepted", ylim=(0, 1)
+        )
         if axes.lines:
             axes.legend(frameon=False, fontsize=7)
     save(figure, out, "acceptance")

@@ -52,17 +52,23 @@ class Task:
     """One request in one mode.
 
     Attributes:
-      prompt, mode: names, as rows show them.
+      corpus, prompt, mode: names, as rows show them.
       tokens: of the prompt. budget: new tokens at most.
       sampling: how to draw, with which seed.
     """
 
+    corpus: str
     prompt: str
     mode: str
     tokens: tuple[int, ...]
     budget: int
     sampling: Sampling
     seed: int
+
+    @property
+    def key(self) -> dict[str, str]:
+        """What names the task in a row."""
+        return {"corpus": self.corpus, "prompt": self.prompt, "mode": self.mode}
 
 
 class Reference:

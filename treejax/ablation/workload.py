@@ -55,8 +55,9 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True)
 class _Prompt:
-    """One request as it was given; None is what the TOML says."""
+    """One request as it was given, in a corpus; None is what the TOML says."""
 
+    corpus: str
     name: str
     where: str
     content: str | tuple[int, ...]
@@ -112,7 +113,10 @@ def _tasks(settings: RequestSettings, model: Model, prompt: _Prompt) -> list[Tas
             mode.name: Sampling() if mode.sampling is None else mode.sampling.sampling()
             for mode in settings.modes
         }
-    return [Task(prompt.name, mode, tokens, request.budget, s, seed) for mode, s in modes.items()]
+    return [
+        Task(prompt.corpus, prompt.name, mode, tokens, request.budget, sampling, seed)
+        for mode, sampling in modes.items()
+    ]
 
 
 def _prompts(settings: RequestSettings, context: Context, config: Path) -> list[_Prompt]:
@@ -120,13 +124,16 @@ def _prompts(settings: RequestSettings, context: Context, config: Path) -> list[
         if context.wheel is not None:
             raise ValueError("--requests brings its own prompts: leave out --wheel")
         return _recorded(context.requests, context.checkpoint)
-    made = [_Prompt(f"prompt {i}", str(config), text) for i, text in enumerate(settings.prompts)]
+    made = [
+        _Prompt("prompts", f"prompt {i}", str(config), text)
+        for i, text in enumerate(settings.prompts)
+    ]
     files = [config.parent / name for name in settings.passages]
     if context.wheel is not None and not files:
         raise ValueError(f"{config} names no passages: leave out --wheel")
     for file in files:
         for name, text in read_passages(file, context.wheel).items():
-            made.append(_Prompt(name, f"{file}, {name}", text))
+            made.append(_Prompt(file.stem, name, f"{file}, {name}", text))
     names = [prompt.name for prompt in made]
     if not made or len(set(names)) < len(names):
         twice = next((name for name in names if names.count(name) > 1), "no prompt")
@@ -148,5 +155,6 @@ def _recorded(path: str, checkpoint: str | None) -> list[_Prompt]:
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
         sampling = None if request.sampling is None else request.sampling.sampling()
-        made.append(_Prompt(name, where, content, sampling, request.max_tokens, request.seed))
+        own = (sampling, request.max_tokens, request.seed)
+        made.append(_Prompt(Path(path).stem, name, where, content, *own))
     return made
