@@ -103,6 +103,13 @@ class Bench:
         self.carry = made.carry
         return made
 
+    def verify_alone(self, step: Step, marks: tuple[Any, ...]) -> Any:
+        """One verify that keeps nothing: what stands for its outputs."""
+        held = self._held()
+        layers = self.drawn.layers
+        number, self.carry = self.programs.verify_alone(held.state, marks, layers, step.tree)
+        return number
+
     def publish(
         self, scratch: tuple[Any, ...], step: Step, marks: tuple[Any, ...] | None = None
     ) -> None:
@@ -142,6 +149,7 @@ class Bench:
         return [
             both,
             lambda: programs.verify.lower(state, marks, layers, step.tree).compile,
+            lambda: programs.verify_alone.lower(state, marks, layers, step.tree).compile,
             lambda: programs.publish.lower(*made.carry, made.scratch, step.path).compile,
         ]
 
