@@ -10,7 +10,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from treejax.ablation.base import RED, Cell, Context, Row
+from jax.errors import JaxRuntimeError
+
+from treejax.ablation.base import NOT_RUN, RED, Cell, Context, Row
 from treejax.ablation.requests_report import draw, make_table, summarise, write_requests
 from treejax.ablation.requests_settings import RequestSettings, check
 from treejax.ablation.serving import PLAIN, Arm, Reference, Server, Task, describe, figures_of
@@ -63,7 +65,7 @@ class Requests:
         server = work.server
         arms = {arm.name: arm for arm in self.arms()}
         wanted = {cell.identity(): cell for cell in cells}
-        red = {_place(row): row for row in reversed(done) if row["gate"] == RED}
+        failed = {_place(row): row for row in reversed(done) if row["gate"] in (RED, NOT_RUN)}
         references: dict[tuple[str, str], Reference] = {}
         ready = 0
         for repeat in range(self.settings.repeats):
@@ -76,11 +78,11 @@ class Requests:
                 for cell in mine:
                     arm = arms[cell.arm]
                     context.advance(f"{task.prompt} {task.mode}: {arm.name}", ready, len(cells))
-                    before = red.get((cell.arm, task.prompt, task.mode))
+                    before = failed.get((cell.arm, task.prompt, task.mode))
                     row = _repeated(cell, before) if before else None
                     row = row or measure(server, arm, task, cell, references[name])
-                    if row["gate"] == RED:
-                        red.setdefault(_place(row), row)
+                    if row["gate"] in (RED, NOT_RUN):
+                        failed.setdefault(_place(row), row)
                     ready += 1
                     yield row
                 if mine:
@@ -113,7 +115,12 @@ class Requests:
 def measure(server: Server, arm: Arm, task: Task, cell: Cell, reference: Reference) -> Row:
     """Serve one task by one arm: figures only if it decodes what plain decoding does."""
     policy, drafter = server.policy(arm.policy), arm.drafter()
-    made = server.serve(task, policy, drafter)
+    try:
+        made = server.serve(task, policy, drafter)
+    except JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return cell.row(NOT_RUN, "does not fit in this device's memory", describe(policy, drafter))
     verdict = server.judge(task, made, reference)
     measures = describe(policy, drafter) | verdict.measures
     if verdict.gate != RED:
@@ -126,5 +133,5 @@ def _place(row: Row) -> tuple[str, str, str]:
 
 
 def _repeated(cell: Cell, before: Row) -> Row:
-    """What was wrong once is not measured again."""
-    return cell.row(RED, f"as in repeat {before['repeat']}: {before['problem']}")
+    """What was wrong once, or did not fit, is not tried again."""
+    return cell.row(before["gate"], f"as in repeat {before['repeat']}: {before['problem']}")

@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.table import Table
 
-from treejax.ablation.base import NEAR_TIE, RED, Row
+from treejax.ablation.base import GREEN, NEAR_TIE, NOT_RUN, RED, Row
 from treejax.ablation.figures import can_draw, draw_ranges, make_panels, save
 from treejax.ablation.serving import PLAIN
 
@@ -46,15 +46,17 @@ def _record(arm: str, group: tuple[str, str], rows: Sequence[Row], plain: Sequen
     whole = [row for row in rows if row["arm"] == arm]
     mine = [row for row in whole if _group(row) == group]
     red = [row for row in whole if row["gate"] == RED]
+    ran = [row for row in mine if row["gate"] != NOT_RUN]
     ties = len({row["prompt"] for row in mine if row["gate"] == NEAR_TIE})
-    gate = RED if red else NEAR_TIE if ties else "green"
-    problem = f"{red[0]['prompt']}, {red[0]['mode']}: {red[0]['problem']}" if red else None
-    repeats = _complete_repeats(mine)
+    gate = RED if red else NOT_RUN if not ran else NEAR_TIE if ties else GREEN
+    first = next(iter(red or [row for row in mine if row["gate"] == NOT_RUN]), None)
+    problem = f"{first['prompt']}, {first['mode']}: {first['problem']}" if first else None
+    repeats = _complete_repeats(ran or mine)
     record: Row = {"corpus": group[0], "mode": group[1], "arm": arm}
     record |= {name: mine[0].get(name) for name in _ABOUT}
     record |= {"requests": len(repeats[0]), "repeats": len(repeats)}
     record |= {"gate": gate, "near_ties": ties, "problem": problem}
-    if red:
+    if red or not ran:
         return record
     counts = {name: sum(row[name] for row in repeats[0]) for name in _COUNTS}
     by_depth = accepted_by_depth(repeats[0])
@@ -68,9 +70,9 @@ def _record(arm: str, group: tuple[str, str], rows: Sequence[Row], plain: Sequen
     record |= _spread("times_plain", [_times_plain(each, plain) for each in repeats])
     record |= {
         "prefill_s": statistics.median(sum(row["prefill_s"] for row in each) for each in repeats),
-        "compile_s": sum(row["compile_s"] for row in mine),
-        "scratch_mib": max(row["scratch_bytes"] for row in mine) / MIB,
-        "state_mib": max(row["state_bytes"] for row in mine) / MIB,
+        "compile_s": sum(row["compile_s"] for row in ran),
+        "scratch_mib": max(row["scratch_bytes"] for row in ran) / MIB,
+        "state_mib": max(row["state_bytes"] for row in ran) / MIB,
     }
     return record
 
@@ -98,7 +100,7 @@ def make_table(records: Sequence[Row], notice: str | None) -> Table:
     for record in records:
         name = f"{record['arm']}, {record['corpus']}, {record['mode']}"
         if record["problem"] is not None:
-            caption.append(f"{name} RED: {record['problem']}")
+            caption.append(f"{name}: {record['problem']}")
         elif record["arm"] != PLAIN and not record["proposed"]:
             caption.append(f"{name}: the drafter proposed nothing in any step")
     table = Table(
@@ -144,6 +146,7 @@ def _ranged(record: Row, name: str, form: str) -> str:
 def write_requests(rows: Sequence[Row], path: Path) -> None:
     """A line a request and mode: its length, and every arm's rate (median) and acceptance."""
     wrong = {row["arm"] for row in rows if row["gate"] == RED}
+    rows = [row for row in rows if row["gate"] != NOT_RUN]
     arms = [arm for arm in dict.fromkeys(row["arm"] for row in rows) if arm not in wrong]
     lines: dict[tuple[str, str], dict[str, Any]] = {}
     for arm in arms:
@@ -185,7 +188,13 @@ def draw(records: Sequence[Row], rows: Sequence[Row], out: Path) -> None:
         most = max((record["requests"] for record in grouped), default=0)
         for record in grouped:
             if record["proposed"] and record["requests"] == most:
-                mine = [r for r in rows if r["arm"] == record["arm"] and _group(r) == group]
+                mine = [
+                    row
+                    for row in rows
+                    if row["arm"] == record["arm"]
+                    and _group(row) == group
+                    and row["gate"] != NOT_RUN
+                ]
                 shares = accepted_by_depth(_complete_repeats(mine)[0])
                 axes.plot(range(1, len(shares) + 1), shares, "o-", ms=3, label=record["arm"])
         axes.set(
@@ -216,7 +225,8 @@ def _complete_repeats(rows: Sequence[Row]) -> list[list[Row]]:
 def _times_plain(rows: Sequence[Row], plain: Sequence[Row]) -> float | None:
     """This repeat's rate by plain's, over the requests that both have."""
     repeat = rows[0]["repeat"]
-    beside = {r["prompt"]: r for r in plain if r["repeat"] == repeat and r["gate"] != RED}
+    agrees = [row for row in plain if row["repeat"] == repeat and row["gate"] in (GREEN, NEAR_TIE)]
+    beside = {row["prompt"]: row for row in agrees}
     both = [row for row in rows if row["prompt"] in beside]
     mine, other = pooled_rate(both), pooled_rate([beside[row["prompt"]] for row in both])
     return mine / other if mine and other else None
