@@ -140,8 +140,9 @@ class Ring:
         return jnp.where(plan.size > 0, carry.count[0], 0)
 
     def _due(self, carry: Checkpoint, plan: Topology) -> Array:
-        """[B]: whose ring this verify writes: full in commits, or too full for another path."""
-        count, commits, longest = carry.count[0], carry.commits[0], plan.max_depth + 1
+        """[B]: whose ring this verify writes: full in commits, or too full for the longest path of
+        the tree at hand."""
+        count, commits, longest = carry.count[0], carry.commits[0], plan.depth.max(axis=1) + 1
         full = (commits >= self.length) | (count + longest > self.rows)
         return full & (count > 0) & (plan.size > 0)
 
