@@ -159,8 +159,8 @@ class Atlas:
                 if rows == capacity
             }
             compile_groups(list(groups.values()), context.say)
-            for batch, group in groups.items():
-                with held(group):
+            for batch in list(groups):
+                with held(groups.pop(batch)) as group:  # and its operands
                     mine = fitting[capacity, batch]
                     for row in self._run_group(context, group, mine, lead, bandwidth):
                         yield row

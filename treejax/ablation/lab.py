@@ -128,26 +128,35 @@ class Bench:
         jax.block_until_ready(self.carry)
 
     def compile_jobs(self, split: bool) -> list[Callable[[], Any]]:
-        """What compiles the programs: the step, and with ``split`` verify and publish too.
+        """What compiles the programs: the step and what the gate needs, and with ``split`` verify
+        and publish too.
 
         Each call lowers, and returns what remains to be done in a thread.
         """
-        held = jax.eval_shape(
-            functools.partial(self.programs.init, key_heads=self.drawn.sizes.key_heads),
-            self.drawn.R,
-        )
-        state, marks = held
+        R, sizes = self.drawn.R, self.drawn.sizes
+        begun = functools.partial(self.programs.init, key_heads=sizes.key_heads)
+        state, marks = jax.eval_shape(begun, R)
+        ratio = sizes.value_heads // sizes.key_heads
+        places = [
+            jax.ShapeDtypeStruct(shape, jnp.int32)
+            for shape in ((len(sizes.probed_layers),), (), (ratio * len(sizes.probed_keys),))
+        ]
         step, layers, programs = self.seen, self.drawn.layers, self.programs
 
         def both() -> Callable[[], Any]:
             lowered = programs.step.lower(state, marks, layers, step.tree, step.path)
             return lambda: self._keep_analysis(lowered.compile())
 
+        jobs: list[Callable[[], Any]] = [
+            both,
+            lambda: programs.init.lower(R, sizes.key_heads).compile,
+            lambda: programs.probe.lower(state, marks, *places).compile,
+        ]
         if not split:
-            return [both]
+            return jobs
         made = jax.eval_shape(programs.verify, state, marks, layers, step.tree)
         return [
-            both,
+            *jobs,
             lambda: programs.verify.lower(state, marks, layers, step.tree).compile,
             lambda: programs.verify_alone.lower(state, marks, layers, step.tree).compile,
             lambda: programs.publish.lower(*made.carry, made.scratch, step.path).compile,
@@ -173,6 +182,7 @@ def needed_bytes(policy: Policy, sizes: Sizes, batch: int, capacity: int) -> int
     return carry_bytes(policy, sizes, batch) + drawn + sizes.output_bytes(batch, rows) + buffers
 
 
+@functools.cache
 def carry_bytes(policy: Policy, sizes: Sizes, batch: int) -> int:
     """What a policy keeps between steps."""
     shape = sizes.layers, batch, sizes.value_heads, sizes.value_dim, sizes.key_dim

@@ -75,31 +75,27 @@ class Truth:
     def __init__(self, drawn: Drawn, steps: Sequence[Step]):
         self.drawn, self.steps = drawn, steps
         sizes = drawn.sizes
-        count = sizes.layers
-        self.layers = sorted({0, count // 2, count - 1})
-        self.row = drawn.R.shape[1] - 1
-        self.key_heads = sorted({0, sizes.key_heads - 1})
+        self.layers, self.row = sizes.probed_layers, drawn.R.shape[1] - 1
         ratio = sizes.value_heads // sizes.key_heads
-        self.value_heads = value_heads_of(self.key_heads, ratio)
+        self.value_heads = value_heads_of(sizes.probed_keys, ratio)
 
     @functools.cached_property
     def expected(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """A step's outputs [l, n, h, dv] and the states [l, h, dv, dk] after it."""
         states = [np.asarray(self.drawn.R[i, self.row])[self.value_heads] for i in self.layers]
         states = [state.astype(np.float64) for state in states]
+        most, keys = max(step.shape.size for step in self.steps), self.drawn.sizes.probed_keys
+        operands = [rows_of(self.drawn.layers[i], self.row, most, keys) for i in self.layers]
         made = []
         for step in self.steps:
             outputs, last = [], step.published[-1]
-            for at, layer in enumerate(self.layers):
-                rows = self._rows(layer, step.shape.size)
+            for at, whole in enumerate(operands):
+                rows = tuple(x[: step.shape.size] for x in whole)
                 out, kept = recurrence(states[at], step.shape.parents, rows, [last])
                 outputs.append(out)
                 states[at] = kept[last]
             made.append((np.stack(outputs), np.stack(states)))
         return made
-
-    def _rows(self, layer: int, count: int) -> tuple[np.ndarray, ...]:
-        return rows_of(self.drawn.layers[layer], self.row, count, self.key_heads)
 
 
 def check(bench: Bench, truth: Truth, together: bool) -> Verdict:

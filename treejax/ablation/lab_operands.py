@@ -78,6 +78,16 @@ class Sizes:
         width = 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
         return self.layers * batch * rows * (width * item + 3 * 4 * self.value_heads)
 
+    @property
+    def probed_layers(self) -> list[int]:
+        """Layers that the gate compares: first, middle, last."""
+        return sorted({0, self.layers // 2, self.layers - 1})
+
+    @property
+    def probed_keys(self) -> list[int]:
+        """Key heads whose value heads the gate compares: the first and the last."""
+        return sorted({0, self.key_heads - 1})
+
     def output_bytes(self, batch: int, rows: int) -> int:
         return 4 * self.layers * batch * rows * self.value_heads * self.value_dim
 

@@ -158,7 +158,7 @@ class WidthSweep:
         lead = make_lead()
         for at, (capacity, mine) in enumerate(sorted(fitting.items())):
             context.advance(f"capacity {capacity}", at, len(fitting))
-            with held(groups[capacity]) as group:
+            with held(groups.pop(capacity)) as group:  # and its operands
                 yield from self._run_capacity(context, group, mine, lead)
 
     def _run_capacity(

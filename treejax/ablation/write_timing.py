@@ -130,7 +130,7 @@ class WriteTiming:
         lead = make_lead()
         for at, (batch, mine) in enumerate(fitting.items()):
             context.advance(f"batch {batch}", at, len(fitting))
-            with held(groups[batch]) as group:
+            with held(groups.pop(batch)) as group:  # and its operands
                 yield from self._run_batch(context, group, mine, lead)
 
     def _run_batch(
