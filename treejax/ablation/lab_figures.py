@@ -32,15 +32,21 @@ def draw_bars(path: Path, names: Sequence[str], panels: Mapping[str, Sequence[fl
 def draw_lines(
     path: Path, panels: Mapping[str, Lines], x_label: str, log: tuple[bool, bool] = (True, True)
 ) -> None:
-    """Lines with points, a panel a measure; one legend."""
+    """Lines with points, a panel a measure; one legend.
+
+    A line named "NAME, more" is dashed, in the colour of NAME.
+    """
     if not panels:
         return
     figure, axes = make_panels(len(panels), 4.6 * len(panels), 3.6)
-    names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
+    heads = [name.partition(", ")[0] for lines in panels.values() for name in lines]
+    names = list(dict.fromkeys(heads))
     for axis, (title, lines) in zip(axes, panels.items(), strict=True):
         for name, points in lines.items():
             x, y = zip(*sorted(points), strict=True)
-            axis.plot(x, y, "o-", color=INK[names.index(name) % len(INK)], label=name, ms=4)
+            head, _, more = name.partition(", ")
+            colour, style = INK[names.index(head) % len(INK)], "--" if more else "o-"
+            axis.plot(x, y, style, color=colour, label=name, ms=4)
         ticks = sorted({x for points in lines.values() for x, _ in points})
         axis.set(title=title, xlabel=x_label)
         axis.set_xscale("log" if log[0] else "linear")
