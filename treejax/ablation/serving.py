@@ -129,6 +129,7 @@ class Server:
     def judge(self, task: Task, made: Recording, reference: Reference) -> Verdict:
         """Hold a generation against plain decoding: tokens, and states where both are there."""
         plain = reference.plain
+        counts = len(made.tokens), len(plain.tokens)
         if made.tokens == plain.tokens:
             if made.state is not None and plain.state is not None:
                 plain = reference.holding(int(made.state.length[0]))
@@ -136,9 +137,8 @@ class Server:
             made = made._replace(tokens=made.tokens[: len(plain.tokens)], state=None)
         found = agreement.compare(self.model, task.tokens, made, plain, task.sampling, task.seed)
         measures = _comparison(found)
-        if found.pair is None and len(made.tokens) != len(reference.plain.tokens):
-            counts = f"{len(made.tokens)} tokens, plain {len(reference.plain.tokens)}"
-            return Verdict(RED, f"ends elsewhere: {counts}", measures)
+        if found.pair is None and counts[0] != counts[1]:
+            return Verdict(RED, "ends after {} tokens, plain after {}".format(*counts), measures)
         if not found.ok:
             return Verdict(RED, str(found), measures)
         return Verdict(NEAR_TIE if found.near_tie else GREEN, None, measures)
