@@ -173,8 +173,10 @@ def abstract_sizes(dtype, key_dim, path):
 def test_the_first_form_of_program_that_fits_is_taken():
     """Wide if there is room for it, and a smaller window of the state rather than nothing."""
     assert abstract_sizes("bfloat16", 128, 16).wide
-    assert not abstract_sizes("bfloat16", 256, 48).wide
-    assert smem_bytes(abstract_sizes("bfloat16", 256, 48)) <= SMEM_LIMIT
+    assert not abstract_sizes("float32", 160, 16).wide
+    assert smem_bytes(abstract_sizes("float32", 160, 16)) <= SMEM_LIMIT
+    long = smem_bytes(abstract_sizes("bfloat16", 128, 256))
+    assert long - smem_bytes(abstract_sizes("bfloat16", 128, 16)) < 10_000  # its decays alone
     assert abstract_sizes("bfloat16", 256, 0).window == 4
     assert abstract_sizes("float32", 256, 0).window < 4
 

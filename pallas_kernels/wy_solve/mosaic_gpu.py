@@ -26,7 +26,7 @@ from pallas_kernels import tiles
 from pallas_kernels.tiles import ROWS, load
 from pallas_kernels.wy_solve import substitution, tensor_cores
 from pallas_kernels.wy_solve.couplings import add_earlier_segments, couple, sum_decays
-from pallas_kernels.wy_solve.path import commit_path, stage_path
+from pallas_kernels.wy_solve.path import commit_path, drop_path, stage_path
 from pallas_kernels.wy_solve.program import Program, together
 from pallas_kernels.wy_solve.sizes import BLOCK, CHANNELS, SEGMENT, Sizes, scratch_types
 
@@ -122,7 +122,7 @@ def run(p: Program) -> None:
         def _():
             plgpu.barrier_wait(p.s.loaded)
             if p.sizes.path:
-                plgpu.barrier_wait(p.s.path_loaded)
+                drop_path(p)
 
     @pl.when(busy)
     def _():

@@ -17,7 +17,7 @@ HALF = 64  # rows of R0 that a warpgroup multiplies
 BLOCK = 8  # rows of the substitution that share a register tile
 CHUNK = 32  # columns of R0 that are split and multiplied at a time
 WINDOW = 4  # chunks of R0 that SMEM holds, unless a path is committed into them
-PATH_BLOCK = 16  # rows of a path that are multiplied at a time
+PATH_BLOCK = 16  # rows of a path that are in SMEM and multiplied at a time
 SMEM_LIMIT = 227 * 1024
 COPY_LIMIT = 256  # rows that one bulk copy can move
 MULTIPROCESSORS = 132  # of an H100 SXM or H200
@@ -144,14 +144,17 @@ def scratch_types(sizes: Sizes) -> dict[str, Any]:
         types["earlier"] = _operands((sizes.terms, 2 * SEGMENT, width), operand)
         types["fetched"] = plgpu.Barrier(num_arrivals=1)
     if sizes.path:
-        terms = (sizes.path_terms, sizes.path, width)
+        terms = (sizes.path_terms, PATH_BLOCK, width)
         path = (
             swizzled(terms, jnp.bfloat16, PATH_BLOCK),
-            plgpu.SMEM((sizes.path, CHANNELS), f32),
+            plgpu.SMEM((PATH_BLOCK, CHANNELS), f32),
             plgpu.SMEM((sizes.path, BLOCK), f32),
         )
         types["early"] = (path, coupling) if sizes.wide else plgpu.RefUnion(path, coupling)
-        types["path_loaded"] = plgpu.Barrier(num_arrivals=sizes.path_terms + 2)
+        types["path_gates"] = plgpu.Barrier(num_arrivals=1)
+        types["path_loaded"] = plgpu.Barrier(num_arrivals=sizes.path_terms + 1)
+        if sizes.path > PATH_BLOCK:
+            types["path_free"] = plgpu.Barrier(num_arrivals=2)
     return types
 
 
