@@ -7,6 +7,8 @@ import pytest
 import tiny
 
 import treejax
+from treejax.ablation.lab_operands import Sizes
+from treejax.ablation.measured import places
 from treejax.policies import REGISTRY, make_policy
 from treejax.policies.choose import DEFAULT, choose_policy, parse_table, read_table
 
@@ -64,6 +66,36 @@ def test_a_device_without_measurements_gets_the_default():
 
 def test_what_ships_is_a_table_of_known_policies():
     assert all(name in REGISTRY for place in read_table() for name in place.names)
+
+
+def test_rows_of_an_ablation_become_places():
+    """Medians of green rows; arms with settings of their own are left out."""
+    config = tiny.CONFIG
+    sizes = Sizes(
+        layers=len(config.linear_layers),
+        key_heads=config.linear_num_key_heads,
+        value_heads=config.linear_num_value_heads,
+        key_dim=config.linear_key_head_dim,
+        value_dim=config.linear_value_head_dim,
+    )
+    timed = [
+        ("wy", 1, 3.0),
+        ("wy", 1, 1.0),
+        ("wy", 1, 2.0),
+        ("ring", 8, 1.0),
+        ("ring:rows=9", 1, 0.1),
+    ]
+    rows = [
+        {"arm": arm, "batch": batch, "gate": "green", "implementation": "xla", "step_ms": ms}
+        for arm, batch, ms in timed
+    ]
+    rows.append({"arm": "replay", "batch": 1, "gate": "red"})
+    made = parse_table(places(rows, sizes, DEVICE, nodes=8))
+    assert [(p.batch, p.nodes, p.names, p.ms) for p in made] == [
+        (1, 8, ("wy",), (2.0,)),
+        (8, 8, ("ring",), (1.0,)),
+    ]
+    assert choose_policy(config, 8, 8, "xla", made).policy == "ring"
 
 
 def test_mistakes_are_named():

@@ -35,6 +35,7 @@ from treejax.ablation.lab_sweep import (
 )
 from treejax.ablation.lab_timing import copy_bandwidth, make_lead
 from treejax.ablation.lab_trees import Shape, make_shape
+from treejax.ablation.measured import write_places
 from treejax.config import from_mapping
 from treejax.policies import Policy
 
@@ -237,4 +238,5 @@ class Atlas:
         return [*atlas_report.pair_tables(lines), atlas_report.unfit_table(lines)]
 
     def figures(self, rows: Sequence[Row], out: Path) -> None:
+        write_places(rows, self.sizes, out)
         atlas_report.draw(atlas_report.cells_of(rows), self.arms, out)

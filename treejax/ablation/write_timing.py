@@ -40,6 +40,7 @@ from treejax.ablation.lab_sweep import (
 )
 from treejax.ablation.lab_timing import make_lead
 from treejax.ablation.lab_trees import Shape, make_shape
+from treejax.ablation.measured import write_places
 from treejax.config import from_mapping
 from treejax.policies import Policy
 
@@ -199,6 +200,7 @@ class WriteTiming:
         return made
 
     def figures(self, rows: Sequence[Row], out: Path) -> None:
+        write_places(rows, self.sizes, out, self.shape.size)
         panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
         for line in self.summary(rows):
             if line["step_ms"] is None:

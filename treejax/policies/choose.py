@@ -1,9 +1,9 @@
 """Which policy is fastest: looked up in a table of measurements, never guessed.
 
 ``measured.json`` holds step times (verify and publish of all recurrent layers) by device,
-implementation, shape, batch and tree size, made by ``python -m treejax.ablate
-configs/ablations/atlas.toml``. A place that was not measured takes the nearest that was, and says
-so; a device that was not gets the default.
+implementation, shape, batch and tree size; the experiments ``atlas`` and ``write_timing`` of
+``python -m treejax.ablate`` write such files. A place that was not measured takes the nearest that
+was, and says so; a device that was not gets the default.
 """
 
 import dataclasses

@@ -63,7 +63,7 @@ class Ring:
     """
 
     name: ClassVar[str] = "ring"
-    length: int = 4
+    length: int = 2
     rows: int = 32
     precision: str = "ieee"
     keys: str = "float32"
