@@ -133,7 +133,8 @@ def _wy_commit_solve(case: Case) -> tuple[Callable, Any]:
 
     def step(pool, operands):
         layers, factors, length, ancestors, size = operands
-        outputs, previous = [], PathFactors(*factors, length)
+        outputs, (k, u, g) = [], factors
+        previous = PathFactors(k=k, u=u, g=g, length=length)
         for i, x in enumerate(layers):
             out, u, pool = call(
                 pool, jnp.int32(i), previous, x.q, x.k, x.v, x.g, x.beta, ancestors, size

@@ -18,9 +18,6 @@ from treejax.policies import Path, Policy
 from treejax.shapes import Array
 from treejax.tree import Topology, Tree, describe, sort_rows
 
-PLAIN_SCANS = ("neumann",)
-"""Policies that scan in plain JAX whatever runs the rest: they take float32 operands alone."""
-
 
 class Split(NamedTuple):
     """A carry in its two parts, each a tuple of leaves."""
@@ -179,8 +176,6 @@ def _scan_layers(
     plan = policy.plan(topology)
     outputs, scratch = [], []
     for layer, rows in enumerate(operands):
-        if policy.name in PLAIN_SCANS:
-            rows = jax.tree.map(lambda x: x.astype(jnp.float32), rows)
         out, kept, carry = policy.scan(carry, layer, rows, plan)
         outputs.append(out)
         scratch.append(kept)

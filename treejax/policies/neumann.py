@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import ClassVar
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -53,6 +54,8 @@ class Neumann:
 
     def scan(self, carry: Array, layer: int, operands: Operands, plan: Topology) -> Scanned:
         precision, turns = product_precision(self.precision), plan.depth.max()
+        # Kernels take bfloat16 rows and multiply them exactly; plain products would round.
+        operands = jax.tree.map(lambda x: x.astype(jnp.float32), operands)
 
         def solve(L: Array, right: Array) -> Array:
             return iterate(L, right, turns, precision)
