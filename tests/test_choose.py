@@ -15,7 +15,7 @@ from treejax.policies.choose import DEFAULT, choose_policy, parse_table, read_ta
 DEVICE = jax.devices()[0].device_kind
 
 
-def place(batch, nodes, device=DEVICE, **ms):
+def place(batch, nodes, device=DEVICE, dtype="float32", **ms):
     config = tiny.CONFIG
     return {
         "device": device,
@@ -23,6 +23,7 @@ def place(batch, nodes, device=DEVICE, **ms):
         "layers": len(config.linear_layers),
         "heads": [config.linear_num_key_heads, config.linear_num_value_heads],
         "widths": [config.linear_key_head_dim, config.linear_value_head_dim],
+        "dtype": dtype,
         "batch": batch,
         "nodes": nodes,
         "names": list(ms),
@@ -35,6 +36,7 @@ TABLE = parse_table(
         place(1, 8, replay=1.0, wy=2.0, ring=3.0, snapshot=4.0),
         place(8, 8, replay=3.0, wy=2.0),
         place(1, 64, replay=9.0, ring=1.5, wy=2.0),
+        place(1, 8, dtype="bfloat16", per_path=0.1),
         place(1, 8, device="another", snapshot=0.1),
     ]
 )
@@ -60,7 +62,7 @@ def test_elsewhere_the_nearest_place_which_is_said(batch, nodes, policy):
 
 
 def test_a_device_without_measurements_gets_the_default():
-    pick = choose_policy(tiny.CONFIG, 1, 8, "xla", TABLE[3:])
+    pick = choose_policy(tiny.CONFIG, 1, 8, "xla", TABLE[4:])
     assert pick == (DEFAULT, f"the default: nothing was measured on {DEVICE} with xla")
 
 
@@ -77,6 +79,7 @@ def test_rows_of_an_ablation_become_places():
         value_heads=config.linear_num_value_heads,
         key_dim=config.linear_key_head_dim,
         value_dim=config.linear_value_head_dim,
+        dtype="float32",
     )
     timed = [
         ("wy", 1, 3.0),

@@ -8,15 +8,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import random_trees
+import tiny
 from kernel_cases import relative_rms
 from oracle import path_to
+from stepping import Surfaces, choose, relative
 
 import pallas_kernels.wy_solve
 from pallas_kernels.bench.operands import Shape, make_operands
 from treejax.delta_rule import Operands
+from treejax.model import prefill
 from treejax.policies import WY, Path
 from treejax.policies.fused import Fused
 from treejax.policies.ring import Ring
+from treejax.saving import restore_checkpoint, save_checkpoint
+from treejax.state import init_state, reset, with_policy
+from treejax.steps.publish import publish
+from treejax.steps.verify import verify
 from treejax.tree import Tree, describe
 
 BATCH, HEADS, DIM, CAPACITY, DEPTH = 2, (1, 2), 8, 8, 4
@@ -133,6 +140,44 @@ def test_a_path_that_may_exceed_the_ring_is_written_at_once():
         _, reference = step(WY(), reference, operands, tree, path)
         assert relative_rms(policy.read(carry), np.asarray(reference, np.float64)) < 1e-6
         assert (number % 2 == 0) or not carry.count.any()
+
+
+@pytest.mark.parametrize("name", ["fused", "ring"])
+def test_a_state_whose_writes_wait_is_a_state_like_any_other(name, tmp_path):
+    """Read, continued by a prompt, under another policy, reset and saved, with rows in the ring:
+    as a state that holds no such rows."""
+    model = tiny.model()
+    states = {}
+    for policy in (name, "replay"):
+        state = init_state(model.config, 2, 64, policy=policy)
+        _, state = prefill(model, state, np.array([[3, 1, 4, 1], [5, 9, 2, 6]]), [4, 3])
+        tree = Tree.from_parents([[7, 8, 9], [7, 8, 9]], [[-1, 0, 1], [-1, 0, 0]], capacity=4)
+        _, scratch = verify(model, state, tree)
+        choice = choose([[0, 1, 2], [0, 2]], tree.max_depth)
+        states[policy] = publish(model, state, tree, scratch, choice)
+    waiting, plain = states[name], states["replay"]
+    assert waiting.recurrent.count.tolist() == [[3, 2]]
+    more = np.array([[2, 7], [1, 8]]), [2, 1]
+
+    def same(ours, theirs):
+        for row in range(2):
+            for surface, array in Surfaces(theirs).row(row).items():
+                assert relative(Surfaces(ours).row(row)[surface], array) < 1e-5, surface
+
+    save_checkpoint(tmp_path, 1, waiting)
+    restored = restore_checkpoint(tmp_path, waiting).tree
+    for ours in (waiting, restored, with_policy(waiting, "wy")):
+        same(ours, plain)
+        same(prefill(model, ours, *more)[1], prefill(model, plain, *more)[1])
+    emptied, reference = reset(waiting, [0]), reset(plain, [0])
+    assert not np.any(emptied.recurrent_of(0)[0])
+    np.testing.assert_allclose(emptied.recurrent_of(0), reference.recurrent_of(0), 1e-4, 1e-6)
+    assert emptied.length.tolist() == reference.length.tolist()
+
+
+def test_every_leaf_of_a_fresh_carry_can_be_donated():
+    (carry,) = start([Ring()])
+    jax.block_until_ready(jax.jit(lambda carry: carry, donate_argnums=0)(carry))
 
 
 @pytest.mark.parametrize("problem", [None, "too large"])

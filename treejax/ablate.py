@@ -23,7 +23,13 @@ from treejax.ablation import EXPERIMENTS, Cell, Context, Experiment
 from treejax.ablation.base import RED, Advance, select_arms
 from treejax.ablation.figures import HINT, can_draw
 from treejax.ablation.plan import plan_table
-from treejax.ablation.report import environment, file_digest, problems, write_summary
+from treejax.ablation.report import (
+    environment,
+    file_digest,
+    made_with,
+    problems,
+    write_summary,
+)
 from treejax.ablation.rows import RowFile, missing, read_rows
 from treejax.cli.cache import use_compilation_cache
 from treejax.cli.guard import INTERRUPTED, Parser, run_command, say
@@ -76,7 +82,11 @@ def main(arguments: Sequence[str]) -> int:
             return 0
         begin = RowFile.resume if options.resume else RowFile.create
         file = begin(out, text, decisive(options))
-        ended = measure(experiment, context, cells, file)
+        try:
+            ended = measure(experiment, context, cells, file)
+        except Exception:  # whatever it is, what was measured before is shown
+            report(experiment, context, file, environment(text, seed, arguments))
+            raise
     report(experiment, context, file, environment(text, seed, arguments))
     left = len(file.missing(cells))
     if left:
@@ -123,10 +133,11 @@ def make_context(options: argparse.Namespace, advance: Advance) -> Context:
 
 
 def decisive(options: argparse.Namespace) -> dict[str, Any]:
-    """Options beside the TOML that decide what rows say; a run keeps them to its end."""
+    """What decides the rows beside the TOML; a run keeps it to its end."""
     made = {name: getattr(options, name) for name in ("checkpoint", "dtype", "implementation")}
     requests = options.requests
-    return made | {"requests": None if requests is None else file_digest(requests)}
+    made["requests"] = None if requests is None else file_digest(requests)
+    return made | made_with()
 
 
 def measure(experiment: Experiment, context: Context, cells: Sequence[Cell], file: RowFile) -> str:

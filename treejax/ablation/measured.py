@@ -33,6 +33,8 @@ def places(rows: Sequence[Row], sizes: Sizes, device: str, nodes: int = 0) -> li
             "layers": sizes.layers,
             "heads": [sizes.key_heads, sizes.value_heads],
             "widths": [sizes.key_dim, sizes.value_dim],
+            # Plain JAX holds every row in float32.
+            "dtype": "float32" if implementation == "xla" else sizes.dtype,
             "batch": batch,
             "nodes": size,
             "names": list(arms),

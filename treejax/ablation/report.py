@@ -18,6 +18,15 @@ from treejax.ablation.base import RED, Row
 _PACKAGE = Path(__file__).parent.parent
 
 
+def made_with() -> dict[str, Any]:
+    """What must stay the same while a run's rows are measured: rows of two are never pooled."""
+    return {
+        "commit": _checkout()[0],
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+    }
+
+
 def environment(config: str, seed: int, arguments: Sequence[str]) -> dict[str, Any]:
     """What the numbers were made with.
 

@@ -30,7 +30,7 @@ class Measured:
 
     Attributes:
       device: its kind, as JAX names it. implementation: "xla" or "mosaic_gpu".
-      heads: key and value heads. widths: dk and dv.
+      heads: key and value heads. widths: dk and dv. dtype: of q, k and v.
       nodes: of the tree, the root included.
       names, ms: policies and their step times in milliseconds.
     """
@@ -40,6 +40,7 @@ class Measured:
     layers: int
     heads: tuple[int, ...]
     widths: tuple[int, ...]
+    dtype: str
     batch: int
     nodes: int
     names: tuple[str, ...]
@@ -49,7 +50,7 @@ class Measured:
     def place(self) -> str:
         return (
             f"{self.layers} layers of {self.heads[1]}/{self.heads[0]} heads x {self.widths[0]} x "
-            f"{self.widths[1]}, batch {self.batch}, {self.nodes} nodes"
+            f"{self.widths[1]}, {self.dtype} rows, batch {self.batch}, {self.nodes} nodes"
         )
 
 
@@ -77,7 +78,9 @@ def choose_policy(
     device = jax.devices()[0].device_kind
     table = read_table() if table is None else table
     known = [place for place in table if (place.device, place.implementation) == (device, how)]
-    if not known or not config.linear_layers:
+    if not config.linear_layers:
+        return Pick(DEFAULT, "the default: the model has no recurrent layers")
+    if not known:
         return Pick(DEFAULT, f"the default: nothing was measured on {device} with {how}")
     here = Measured(
         device=device,
@@ -85,6 +88,7 @@ def choose_policy(
         layers=len(config.linear_layers),
         heads=(config.linear_num_key_heads, config.linear_num_value_heads),
         widths=(config.linear_key_head_dim, config.linear_value_head_dim),
+        dtype="float32",  # what a model's convolution makes, whatever its weights are
         batch=batch,
         nodes=nodes,
         names=(),
@@ -108,7 +112,7 @@ def _distance(a: Measured, b: Measured) -> tuple[float, int]:
 
     sizes = [place.heads[1] * math.prod(place.widths) for place in (a, b)]
     far = apart(a.batch, b.batch) + apart(a.nodes, b.nodes) + apart(*sizes)
-    return far + 0.25 * apart(a.layers, b.layers), -a.nodes
+    return far + 0.25 * apart(a.layers, b.layers) + (a.dtype != b.dtype), -a.nodes
 
 
 @functools.cache

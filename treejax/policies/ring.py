@@ -55,7 +55,8 @@ class Ring:
     """The ring policy.
 
     Attributes:
-      length: commits before the matrix is written.
+      length: commits before the matrix is written; each verify writes what waits where the kernel
+        has no room to commit and solve at once.
       rows: of the ring. A path that may be longer than this is written at once.
       precision: of the solve's products: "ieee" is float32; "bf16x3" and "tf32" are for GPUs.
       keys: dtype of the ring's keys: that of the operands, float32 in treejax's models.
@@ -84,8 +85,11 @@ class Ring:
             k=jnp.zeros((*rows, key_heads, dk), jnp.dtype(self.keys)),
             g=jnp.zeros((*rows, heads), jnp.float32),
         )
-        none = jnp.zeros((1, batch), jnp.int32)
-        return Checkpoint(R=R, ring=ring, count=none, commits=none, written=none > 0)
+
+        def none(dtype: type) -> Array:  # leaves of their own: a caller may donate them
+            return jnp.zeros((1, batch), dtype)
+
+        return Checkpoint(R, ring, none(jnp.int32), none(jnp.int32), none(jnp.bool_))
 
     def plan(self, topology: Topology) -> Topology:
         return topology
