@@ -1,6 +1,7 @@
 """The laboratory: trees, operands, programs, gate and times, on a CPU with plain JAX."""
 
 import functools
+import time
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,8 @@ import oracle
 import pytest
 from lab_cases import FAULTS, SIZES
 
+from pallas_kernels.bench.timing import Timed, choose_calls
+from treejax.ablation.base import Cell
 from treejax.ablation.compilations import count_compilations
 from treejax.ablation.lab import (
     GIB,
@@ -22,10 +25,10 @@ from treejax.ablation.lab import (
     sequences_that_fit,
 )
 from treejax.ablation.lab_arms import check_arms, make_arm
-from treejax.ablation.lab_gate import Truth, check
+from treejax.ablation.lab_gate import Truth, Verdict, check
 from treejax.ablation.lab_operands import Sizes, draw, rows_of
 from treejax.ablation.lab_sweep import compilations_over_trees
-from treejax.ablation.lab_timing import Cycle, measure, most_calls, time_apart, time_step
+from treejax.ablation.lab_timing import Cycle, measure, most_calls, period, time_apart, time_step
 from treejax.ablation.lab_trees import Shape, full_tree, make_shape, pack
 from treejax.policies import REGISTRY, Ring
 
@@ -126,14 +129,83 @@ def test_times_come_from_the_cycle_of_frontiers():
     entries = [time_step(made, steps(), 10**9), *time_apart(made, steps(), 10**9)]
     times = measure(entries, None, 3, 2, lambda done: None)
     assert set(times) == {"ring step", "ring verify", "ring publish"}
-    for time in times.values():
-        assert 0 < time.low <= time.median <= time.high and time.rounds == 2
+    for found in times.values():
+        assert 0 < found.low <= found.median <= found.high and found.rounds == 2
     cycle = Cycle(steps())
     assert [cycle.next()[0] for _ in range(16)] == [*range(15), 0]
 
 
+@pytest.mark.parametrize("memory", [10**9, 1])
+def test_a_sample_of_a_ring_holds_whole_periods(memory):
+    """Also where memory holds one call at a time; then the device catches up in between."""
+    made = Bench("three", make_arm("ring:length=3", "xla", "float32"), drawn(), steps()[0])
+    calls = []
+    waits = []
+
+    class Fake:
+        name, policy, drawn, carry = made.name, made.policy, made.drawn, None
+
+        def step(self, step):
+            calls.append(step)
+
+        def wait(self):
+            waits.append(len(calls))
+
+        def release(self):
+            raise AssertionError("nothing failed")
+
+    timed = time_step(Fake(), steps(), memory)
+    assert timed.multiple == period(made.policy) == 3
+    choose_calls(timed, None)
+    assert timed.calls % 3 == 0 and timed.calls >= 3
+    calls.clear()
+    waits.clear()
+    timed.sample()
+    assert len(calls) == timed.calls
+    assert waits == ([1, 2] if memory == 1 else [])
+    assert [period(policy()) for policy in REGISTRY.values()].count(1) == len(REGISTRY) - 1
+
+
+def test_a_lack_of_memory_is_said_and_anything_else_is_raised():
+    text = "RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes"
+
+    def fail(calls):
+        raise error
+
+    good = Timed("good", lambda calls: lambda: time.sleep(1e-4), most_calls=2)
+    error = jax.errors.JaxRuntimeError(text)
+    times = measure([Timed("bad", fail), good], None, 1, 2, lambda done: None)
+    assert times["bad"] == f"JaxRuntimeError: {text}" and times["good"].rounds == 2
+    error = ValueError("planted")
+    with pytest.raises(ValueError, match="planted"):
+        measure([Timed("bad", fail), good], None, 1, 2, lambda done: None)
+
+
+@pytest.mark.parametrize(
+    ("error", "gate"),
+    [
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"), "not run"),
+        (ValueError("width 256 needs 300000 bytes of shared memory, 232448 are there"), "not run"),
+        (ValueError("planted"), "red"),
+    ],
+)
+def test_what_lacks_memory_is_not_red(error, gate, monkeypatch):
+    made = Bench("wy", make_arm("wy", "xla", "float32"), drawn(), steps()[0])
+
+    def fail(*arguments):
+        raise error
+
+    monkeypatch.setattr(made, "reset", fail)
+    verdict = check(made, truth(), together=True)
+    monkeypatch.setattr(made, "compile_jobs", fail)
+    problems = compile_together([made], False, lambda name: None)
+    for found in (verdict, Verdict.failed(problems["wy"])):
+        row = found.row(Cell("wy", {}, 0))
+        assert (row["gate"], row["problem"]) == (gate, f"{type(error).__name__}: {error}")
+
+
 def test_deferred_writes_happen_as_often_apart_as_together():
-    """Verify is timed at the marks of a real cycle, in which a ring of four is due at times."""
+    """Verify is timed at the marks of a real cycle, in which a ring of two is due at times."""
     made = bench("ring")
     made.reset()
     seen = []

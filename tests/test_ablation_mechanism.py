@@ -1,10 +1,16 @@
 """The table of mechanisms at small shapes, and with planted faults."""
 
 import dataclasses
+import sys
 
+import jax
 import pytest
 from lab_cases import FAULTS, SIZES, context, rows_of
 
+from treejax.ablation import lab_timing, mechanism
+from treejax.ablation.lab import needed_bytes
+from treejax.ablation.lab_arms import make_arm
+from treejax.ablation.measured import places
 from treejax.ablation.mechanism import Mechanism
 from treejax.ablation.rows import RowFile, is_time
 from treejax.config import read_toml
@@ -82,10 +88,74 @@ def test_a_wrong_policy_has_no_time_and_the_others_do(tmp_path, monkeypatch):
     experiment.figures(list(rows.values()), tmp_path)
 
 
+def planted(arm, repeat, gate="green", **more):
+    """A row as ``Mechanism`` makes it; a red one has no times."""
+    problem = None if gate == "green" else "planted"
+    row = {"arm": arm, "batch": 1, "repeat": repeat, "gate": gate, "problem": problem} | more
+    if gate == "green":
+        for name in ("verify_ms", "publish_ms", "step_ms"):
+            row |= {name: 1.5, f"{name}_p10": 1.25, f"{name}_p90": 1.75}
+        row |= {"implementation": "xla", "buffers_mib": 2.0, "sequences": 3}
+    return row
+
+
+def test_one_red_repeat_takes_all_times_of_the_arm(tmp_path):
+    rows = [planted("wy", 0), planted("replay", 0), planted("wy", 1, "red"), planted("replay", 1)]
+    experiment = make(arms=["wy", "replay"])
+    lines = {line["arm"]: line for line in experiment.summary(rows)}
+    assert lines["replay"]["step_ms"] == 1.5 and lines["replay"]["gate"] == "green"
+    assert (lines["wy"]["gate"], lines["wy"]["problem"]) == ("red", "planted")
+    assert not [name for name, x in lines["wy"].items() if is_time(name) and x is not None]
+    (table,) = experiment.tables(rows)
+    assert [list(column.cells) for column in table.columns][:2] == [
+        ["wy", "replay"],
+        ["planted", "1.5"],
+    ]
+    (place,) = places(rows, experiment.sizes, "cpu", 4)
+    assert place["names"] == ["replay"]
+    assert rows[0]["step_ms"] == 1.5  # what was measured is left as it is
+
+
+def test_without_matplotlib_no_figure_and_no_error(tmp_path, monkeypatch):
+    for name in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
+    make().figures([planted("wy", 0), planted("replay", 0)], tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_memory_cannot_hold_while_timing_is_not_run(tmp_path, monkeypatch):
+    """The gate passes, then the arm's queued calls exhaust the device."""
+
+    def exhausted(bench, *rest):
+        if bench.name == "replay":
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nwhile planted")
+        return lab_timing.time_apart(bench, *rest)
+
+    monkeypatch.setattr(mechanism, "time_apart", exhausted)
+    rows = rows_of(
+        make(arms=["wy", "replay"]), dataclasses.replace(context(tmp_path), over=lambda: True)
+    )
+    found = {row["arm"]: (row["gate"], row["problem"]) for row in rows}
+    problem = "JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory while planted"
+    assert found == {"wy": ("green", None), "replay": ("not run", problem)}
+    # Out of time: the first repeat of both arms is kept, the second was not begun.
+    assert [row["repeat"] for row in rows] == [0, 0]
+
+
 def test_what_does_not_fit_is_said_and_not_run(tmp_path):
     rows = rows_of(make(memory_gib=1e-5, repeats=1), context(tmp_path))
     assert [row["gate"] for row in rows] == ["not run"] * 3
     assert rows[0]["problem"] == "does not fit: needs 0.0 GiB, has 0.0"
+
+
+def test_carries_of_the_other_arms_count(tmp_path):
+    """Room for one arm alone, but not beside another one's carry."""
+    alone = needed_bytes(make_arm("wy", "xla", "float32"), make().sizes, 1, 16)
+    tight = {"repeats": 1, "memory_gib": (alone + 100) / 2**30}
+    both = make(arms=["wy", "wy:precision=ieee"], **tight)
+    assert [row["gate"] for row in rows_of(both, context(tmp_path))] == ["not run"] * 2
+    (row,) = rows_of(make(arms=["wy"], **tight), context(tmp_path))
+    assert row["gate"] == "green"
 
 
 def test_only_the_asked_cells_run(tmp_path):

@@ -1,15 +1,20 @@
 """width_sweep, atlas and write_timing at small shapes."""
 
+import dataclasses
+import json
 from pathlib import Path
 
 import byte_model
 import pytest
 from lab_cases import FAULTS, SIZES, context, rows_of
 
+from treejax.ablate import measure
 from treejax.ablation import acceptance, width_sweep
 from treejax.ablation.atlas import Atlas
 from treejax.ablation.atlas_report import cells_of, crossings
-from treejax.ablation.rows import is_time
+from treejax.ablation.lab import needed_bytes
+from treejax.ablation.lab_arms import make_arm
+from treejax.ablation.rows import RowFile, is_time
 from treejax.ablation.width_sweep import WidthSweep
 from treejax.ablation.write_timing import WriteTiming
 from treejax.config import read_toml
@@ -131,9 +136,59 @@ def test_crossing_points_are_interpolated_between_neighbours():
 
     times = {4: (1.0, 2.0), 16: (2.0, 1.0), 64: (3.0, 1.0)}
     rows = [row(arm, n, ms[i]) for n, ms in times.items() for i, arm in enumerate(("a", "b"))]
-    (found,) = crossings(cells_of(rows))
+    longest = {(n, "best"): 3 for n in times}
+    lines = cells_of(rows, longest)
+    assert {line["path"] for line in lines} == {"1"}  # the longest path has no row here
+    (found,) = crossings(lines)
     assert (found.before, found.after, found.between) == ("a", "b", (4, 16))
     assert found.nodes == pytest.approx(8.0)  # halfway on logarithms
+
+
+def test_an_arm_that_is_red_on_one_tree_has_no_time_on_another(tmp_path):
+    experiment = Atlas.from_toml(ATLAS, "small.toml")
+    rows = []
+    for cell in experiment.cells(context(tmp_path)):
+        if cell.arm == "wy" and cell.key["tree"] == "chain" and cell.key["nodes"] == 4:
+            rows.append(cell.row("red", "planted"))
+        else:
+            measures = {"step_ms": 1.0, "model_ms": 0.5, "implementation": "xla"}
+            rows.append(cell.row("green", None, measures))
+    for line in experiment.summary(rows):
+        wrong = line["arm"] == "wy"
+        assert (line["gate"], line["problem"]) == (("red", "planted") if wrong else ("green", None))
+        assert (line["step_ms"] is None) == wrong and line["fastest"] != wrong
+    assert list(experiment.tables(rows)[0].columns[1].cells) == [""]
+    experiment.figures(rows, tmp_path)
+    measured = json.loads((tmp_path / "measured.json").read_text())
+    assert measured and all(place["names"] == ["snapshot"] for place in measured)
+
+
+def test_arms_left_out_need_no_memory(tmp_path, monkeypatch):
+    """Room for wy alone: snapshot's carry counts only where snapshot is asked for too."""
+    one = ATLAS | {"nodes": [3], "trees": ["chain"], "batches": [1], "published": [0]}
+    whole = Atlas.from_toml(one, "small.toml")
+    needed = needed_bytes(make_arm("wy", "xla", "float32"), whole.sizes, 1, 4)
+    tight = Atlas.from_toml(one | {"memory_gib": (needed + 100) / 2**30}, "small.toml")
+    cells = tight.cells(context(tmp_path))
+    assert {row["gate"] for row in rows_of(tight, context(tmp_path), cells)} == {"not run"}
+    (row,) = rows_of(tight, context(tmp_path), [cell for cell in cells if cell.arm == "wy"])
+    assert row["gate"] == "green"
+
+
+@pytest.mark.parametrize(("kind", "table"), [(WidthSweep, SWEEP), (Atlas, ATLAS)])
+def test_out_of_time_a_group_keeps_all_its_rows(kind, table, tmp_path):
+    """Under the command: what was measured together is written, and the next group not begun."""
+    small = {"arms": ["wy", "replay"], "repeats": 2, "capacities": [4, 16]}
+    small |= {"nodes": [3], "trees": ["chain", "kary3"], "batches": [1]} if kind is Atlas else {}
+    experiment = kind.from_toml(table | small, "small.toml")
+    where = dataclasses.replace(context(tmp_path), time_limit=0.0)
+    file = RowFile.create(tmp_path / "run", "text", {})
+    cells = experiment.cells(where)
+    assert measure(experiment, where, cells, file) == "out of time"
+    together = {name for name in cells[0].key if name != "published"}
+    firsts = {(row["repeat"], *(row[name] for name in together)) for row in file.rows}
+    assert len(firsts) == 1 and {row["arm"] for row in file.rows} == {"wy", "replay"}
+    assert len(file.rows) == (4 if kind is Atlas else 2) < len(cells)
 
 
 def test_write_timing_by_batch_with_the_bytes_of_the_model(tmp_path):

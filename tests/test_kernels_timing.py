@@ -47,6 +47,15 @@ def test_short_calls_are_queued_and_no_more_than_fit(monkeypatch):
     hosted = Timed("x", lambda calls: (pass_time(0.004 * calls), done[0])[1])
     choose_calls(hosted, lead)
     assert hosted.calls == 4
+    periodic = Timed("x", lambda calls: (pass_time(0.004 * calls), done[0])[1], multiple=3)
+    choose_calls(periodic, lead)
+    assert periodic.calls == 3 and periodic.lead is lead
+    narrow = Timed("x", lambda calls: (pass_time(0.0005 * calls), done[0])[1], 2, multiple=3)
+    choose_calls(narrow, lead)
+    assert narrow.calls == 3 and narrow.lead is None  # waits in between
+    wide = Timed("x", lambda calls: (pass_time(0.00001 * calls), done[0])[1], 23, multiple=3)
+    choose_calls(wide, None)
+    assert wide.calls == 21
     slow = Timed("x", lambda calls: (pass_time(0.5 * calls), done[0])[1])
     choose_calls(slow, lead)
     assert slow.calls == 1 and slow.lead is None

@@ -9,6 +9,7 @@ killed, interrupted or out of time goes on with ``--resume``. Exit status 1 if a
 """
 
 import argparse
+import dataclasses
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -146,13 +147,20 @@ def measure(experiment: Experiment, context: Context, cells: Sequence[Cell], fil
     limit, started = context.time_limit, time.monotonic()
     if not left:
         return "ended"
+
+    def over() -> bool:
+        return limit is not None and time.monotonic() - started >= limit
+
     try:
-        for row in experiment.run(context, left, done):
+        for row in experiment.run(dataclasses.replace(context, over=over), left, done):
             file.append(row)
             if row["gate"] == RED:
                 context.say(problems([row])[0])
-            if limit is not None and time.monotonic() - started >= limit:
+            # Rows that were measured together and are still to come must not be lost.
+            if over() and not getattr(experiment, "ends_itself", False):
                 return "out of time"
+        if over():
+            return "out of time"
     except KeyboardInterrupt:
         return "interrupted"
     return "ended"

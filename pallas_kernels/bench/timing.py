@@ -62,6 +62,8 @@ class Timed:
     Attributes:
       most_calls: in a row, so that what they return fits in memory.
       share: what part of the layers it runs; times are divided by it.
+      multiple: calls of a sample are a multiple of this, for calls that differ and come round. If
+        it is more than ``most_calls``, ``run`` must wait for the device in between.
       lead: what to queue behind, set where a call is short.
       host: seconds that the host took for a call, the least of all samples.
       unqueued: seconds of a call without a lead, one sample, to compare.
@@ -71,6 +73,7 @@ class Timed:
     run: Callable[[int], Callable[[], Any]]
     most_calls: int = MOST_CALLS
     share: float = 1.0
+    multiple: int = 1
     calls: int = 1
     lead: Lead | None = None
     host: float = float("inf")
@@ -87,6 +90,11 @@ class Timed:
         wait()
         total = time.perf_counter() - start
         return (total - (self.lead.seconds if self.lead else 0.0)) / self.calls
+
+    def whole(self, calls: float) -> int:
+        """The next multiple of ``multiple``, within ``most_calls`` where one is."""
+        most = max(1, self.most_calls // self.multiple)
+        return self.multiple * int(np.clip(np.ceil(calls / self.multiple), 1, most))
 
 
 class Summary(NamedTuple):
@@ -151,14 +159,16 @@ def choose_calls(timed: Timed, lead: Lead | None) -> None:
     Queued calls are as many as the host can hand over while the lead runs: whatever the lead's own
     time varies by is divided among them.
     """
+    timed.calls = timed.whole(1)
     timed.sample()
     seconds = timed.sample()
-    timed.calls = int(np.clip(np.ceil(SAMPLE_SECONDS / seconds), 1, timed.most_calls))
+    timed.calls = timed.whole(SAMPLE_SECONDS / seconds)
     timed.unqueued = timed.sample()
-    if lead is not None and seconds < SHORT_SECONDS:
+    # Calls that must be waited for in between cannot be queued.
+    if lead is not None and seconds < SHORT_SECONDS and timed.multiple <= timed.most_calls:
         timed.lead = lead
-        handed_over = HIDDEN * lead.seconds / timed.host
-        timed.calls = int(np.clip(handed_over, timed.calls, timed.most_calls))
+        handed_over = int(HIDDEN * lead.seconds / timed.host) // timed.multiple * timed.multiple
+        timed.calls = max(timed.calls, timed.whole(handed_over))
     timed.sample()
     timed.host = float("inf")
 

@@ -20,10 +20,10 @@ from rich.table import Table
 from treejax.ablation import atlas_report
 from treejax.ablation.base import NOT_RUN, Cell, Context, Row
 from treejax.ablation.byte_model import form_of, traffic_of
-from treejax.ablation.lab import carry_bytes, device_bytes, does_not_fit, needed_bytes
-from treejax.ablation.lab_arms import check_arms, make_arm
+from treejax.ablation.lab import device_bytes, rows_for
+from treejax.ablation.lab_arms import check_arms
 from treejax.ablation.lab_operands import Drawn, Sizes, draw
-from treejax.ablation.lab_run import implementation_of
+from treejax.ablation.lab_run import make_policies, named_bytes, unfit
 from treejax.ablation.lab_sweep import (
     Group,
     check_group,
@@ -58,6 +58,7 @@ class Atlas:
     name: ClassVar[str] = "atlas"
     options: ClassVar[frozenset[str]] = frozenset({"implementation"})
     always: ClassVar[tuple[str, ...]] = ()
+    ends_itself: ClassVar[bool] = True
 
     seed: int
     repeats: int
@@ -108,8 +109,7 @@ class Atlas:
         return min(capacity for capacity in self.capacities if capacity >= size)
 
     def _policies(self, context: Context) -> dict[str, Policy]:
-        implementation = implementation_of(context, self.sizes, max(self.capacities))
-        return {arm: make_arm(arm, implementation, self.sizes.dtype) for arm in self.arms}
+        return make_policies(self.arms, context, self.sizes, max(self.capacities))
 
     def cells(self, context: Context) -> list[Cell]:
         policies, made = self._policies(context), []
@@ -117,8 +117,7 @@ class Atlas:
             capacity = self._capacity(size)
             for batch in self.batches:
                 needs = {
-                    arm: {"carry": carry_bytes(policy, self.sizes, batch)}
-                    | policy.buffers(self.sizes.config, capacity, batch)
+                    arm: named_bytes(policy, self.sizes, capacity, batch)
                     for arm, policy in policies.items()
                 }
                 for path in self.paths(shape):
@@ -136,14 +135,15 @@ class Atlas:
         return made
 
     def run(self, context: Context, cells: Sequence[Cell], done: Sequence[Row]) -> Iterator[Row]:
-        policies, available = self._policies(context), device_bytes(self.memory_gib)
+        available, made = device_bytes(self.memory_gib), self._policies(context)
+        policies = {cell.arm: made[cell.arm] for cell in cells}
         fitting: dict[tuple[int, int], list[Cell]] = {}
         for cell in cells:
-            place = self._capacity(int(cell.key["nodes"])), int(cell.key["batch"])
-            if problem := self._unfit(cell, policies, available):
+            capacity, batch = self._capacity(int(cell.key["nodes"])), int(cell.key["batch"])
+            if problem := unfit(cell.arm, policies, self.sizes, batch, capacity, available):
                 yield cell.row(NOT_RUN, problem)
             else:
-                fitting.setdefault(place, []).append(cell)
+                fitting.setdefault((capacity, batch), []).append(cell)
         if not fitting:
             return
         drawn = self._draw(policies, fitting)
@@ -167,21 +167,15 @@ class Atlas:
                         yield row
                         finished += 1
                         context.advance(f"N={capacity} B={batch}", finished, len(cells))
-
-    def _unfit(self, cell: Cell, policies: dict[str, Policy], available: int | None) -> str | None:
-        """Whether the cell does not fit beside the carries of the arms it is interleaved with."""
-        batch, capacity = int(cell.key["batch"]), self._capacity(int(cell.key["nodes"]))
-        others = [policy for arm, policy in policies.items() if arm != cell.arm]
-        carried = sum(carry_bytes(policy, self.sizes, batch) for policy in others)
-        needed = needed_bytes(policies[cell.arm], self.sizes, batch, capacity)
-        return does_not_fit(needed + carried, available)
+                if context.over():
+                    return
 
     def _draw(self, policies: dict[str, Policy], fitting: dict[tuple[int, int], Any]) -> Drawn:
         """Operands for the largest batch and capacity; every group takes a part."""
-        implementation = next(iter(policies.values())).implementation
-        rows = -(-max(capacity for capacity, _ in fitting) // 8) * 8
+        first = next(iter(policies.values()))
+        rows = rows_for(first, max(capacity for capacity, _ in fitting))
         batch = max(batch for _, batch in fitting)
-        return draw(self.sizes, batch, rows, self.seed, implementation)
+        return draw(self.sizes, batch, rows, self.seed, first.implementation)
 
     def _run_group(
         self,
@@ -212,9 +206,15 @@ class Atlas:
                 times = time_group(group, arms, labelled, lead, self.warm_up, self.rounds)
                 for cell in wanted:
                     bench = group.benches[cell.arm]
-                    made = step_measures(times[cell.arm, str(cell.key["published"])], bench)
+                    time = times[cell.arm, str(cell.key["published"])]
+                    if isinstance(time, str):
+                        yield cell.row(NOT_RUN, time)
+                        continue
+                    made = step_measures(time, bench)
                     made |= self._modelled(bench.policy, shape, cell, bandwidth)
                     yield verdicts[cell.arm].row(cell, made)
+                if context.over():
+                    return
 
     def _modelled(self, policy: Policy, shape: Shape, cell: Cell, bandwidth: float) -> Row:
         """The tree's figures, and the byte model's."""
@@ -231,12 +231,13 @@ class Atlas:
         }
 
     def summary(self, rows: Sequence[Row]) -> list[Row]:
-        return atlas_report.cells_of(rows)
+        longest = {place: len(shape.deepest) for place, shape in self.shapes().items()}
+        return atlas_report.cells_of(rows, longest)
 
     def tables(self, rows: Sequence[Row]) -> list[Table]:
-        lines = atlas_report.cells_of(rows)
+        lines = self.summary(rows)
         return [*atlas_report.pair_tables(lines), atlas_report.unfit_table(lines)]
 
     def figures(self, rows: Sequence[Row], out: Path) -> None:
         write_places(rows, self.sizes, out)
-        atlas_report.draw(atlas_report.cells_of(rows), self.arms, out)
+        atlas_report.draw(self.summary(rows), self.arms, out)

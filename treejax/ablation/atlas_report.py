@@ -2,16 +2,16 @@
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from treejax.ablation.base import GREEN, NOT_RUN, Row
+from treejax.ablation.base import NOT_RUN, Row
 from treejax.ablation.lab_figures import draw_lines, draw_map
-from treejax.ablation.lab_run import by_cell, pooled, shown
+from treejax.ablation.lab_run import by_cell, hide_red, leading, pooled, shown
 
 PLACE = ("nodes", "tree", "batch", "published")
 COLUMNS = ("depth", "leaves", "branching", "model_mb", "model_ms", "copy_gb_per_s")
@@ -34,22 +34,21 @@ class Crossing(NamedTuple):
     after: str
 
 
-def cells_of(rows: Sequence[Row]) -> list[Row]:
+def cells_of(rows: Sequence[Row], longest: Mapping[tuple[int, str], int]) -> list[Row]:
     """One record an arm and place: pooled times, the model's, and whether it is the fastest there.
 
     ``path`` names the accepted length so that trees of all sizes can be compared: 1, 3, "deepest".
+
+    Args:
+      longest: rows of the longest path, by nodes and form of tree.
     """
     made: list[Row] = []
-    for (arm, *place), mine in by_cell(rows, PLACE).items():
-        first = next((row for row in mine if row["gate"] == GREEN), mine[0])
+    for (arm, *place), mine in by_cell(hide_red(rows), PLACE).items():
+        first = leading(mine)
         line: Row = {"arm": arm} | dict(zip(PLACE, place, strict=True))
         line |= {"gate": first["gate"], "problem": first["problem"]} | pooled(mine, "step_ms")
         line |= {name: first.get(name) for name in COLUMNS}
         made.append(line)
-    longest: dict[tuple[Any, ...], int] = {}
-    for line in made:
-        tree = line["nodes"], line["tree"]
-        longest[tree] = max(longest.get(tree, 0), line["published"])
     for line in made:
         deepest = line["published"] == longest[line["nodes"], line["tree"]]
         line["path"] = "deepest" if deepest else str(line["published"])

@@ -5,7 +5,7 @@ arms are interleaved and what gates them are the experiment's own business.
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -68,8 +68,10 @@ class Context:
       dtype: of activations and weights.
       implementation: "auto", "xla" or "mosaic_gpu", of all arms.
       requests: JSON-lines file of recorded requests.
-      time_limit: seconds that the run may take. The command stops asking for rows once they are
-        over; an experiment whose rows take long may stop earlier by itself.
+      time_limit: seconds that the run may take. Once they are over the command asks for no further
+        row, except of an experiment whose ``ends_itself`` is true, which it lets go on to its end.
+      over: whether the time limit has passed; always false without one. An experiment that measures
+        many rows at once looks at it between such groups, after the first, and returns.
     """
 
     out: Path | None
@@ -81,6 +83,7 @@ class Context:
     implementation: str = "auto"
     requests: str | None = None
     time_limit: float | None = None
+    over: Callable[[], bool] = lambda: False
 
 
 class Experiment(Protocol):
@@ -91,6 +94,9 @@ class Experiment(Protocol):
       options: of ``wheel, checkpoint, dtype, implementation, requests`` those that the experiment
         takes; any other is refused.
       always: arms that ``--arms`` never leaves out, since others are measured beside them.
+
+    An experiment with a further class attribute ``ends_itself = True`` measures many rows before it
+    yields the first of them: at a time limit it is not cut off, and must look at ``context.over``.
     """
 
     name: ClassVar[str]

@@ -166,12 +166,6 @@ class Bench:
         analysis = compiled.memory_analysis()
         self.temporary_bytes = None if analysis is None else int(analysis.temp_size_in_bytes)
 
-    def needed_bytes(self) -> int:
-        return needed_bytes(self.policy, self.drawn.sizes, *self._shape())
-
-    def _shape(self) -> tuple[int, int]:
-        return self.drawn.R.shape[1], self.drawn.layers[0].g.shape[1]
-
 
 def needed_bytes(policy: Policy, sizes: Sizes, batch: int, capacity: int) -> int:
     """Bytes a step of one policy needs: states drawn and carried, operands, outputs, buffers."""
@@ -239,6 +233,12 @@ def compile_together(
 def one_line(error: Exception, limit: int = 300) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}"[:limit]
+
+
+def could_not_run(problem: str) -> bool:
+    """Whether an error, as ``one_line`` gives it, says that memory was lacking: the device's, or a
+    kernel's shared memory. Such a row is not wrong, it is not run."""
+    return "RESOURCE_EXHAUSTED" in problem or "bytes of shared memory" in problem
 
 
 def frontiers(shape: Shape, batch: int, rows: int, most_depth: int) -> list[Step]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from treejax.ablation.figures import make_panels, save
+from treejax.ablation.figures import can_draw, make_panels, save
 
 Lines = Mapping[str, Sequence[tuple[float, float]]]
 """Points (x, y) by the name of their line."""
@@ -14,7 +14,7 @@ INK = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f
 
 def draw_bars(path: Path, names: Sequence[str], panels: Mapping[str, Sequence[float]]) -> None:
     """Horizontal bars on log scales, a panel a measure, the number at each bar."""
-    if not names:
+    if not names or not can_draw():
         return
     figure, axes = make_panels(len(panels), 4.6 * len(panels), 0.9 + 0.28 * len(names))
     for axis, (title, values) in zip(axes, panels.items(), strict=True):
@@ -36,7 +36,7 @@ def draw_lines(
 
     A line named "NAME, more" is dashed, in the colour of NAME.
     """
-    if not panels:
+    if not panels or not can_draw():
         return
     figure, axes = make_panels(len(panels), 4.6 * len(panels), 3.6)
     heads = [name.partition(", ")[0] for lines in panels.values() for name in lines]
@@ -67,7 +67,7 @@ def draw_map(
     title: str,
 ) -> None:
     """Which name is best in each (row, column): a colour each, with a short text in the cell."""
-    if not best:
+    if not best or not can_draw():
         return
     figure, (axis,) = make_panels(1, 1.6 + 0.95 * len(columns), 1.2 + 0.3 * len(rows))
     for (row, column), (name, text) in best.items():

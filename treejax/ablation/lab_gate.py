@@ -17,8 +17,8 @@ import numpy as np
 
 from pallas_kernels.bench.gate import Error, Meter
 from pallas_kernels.bench.truth import recurrence
-from treejax.ablation.base import GREEN, RED, Cell, Row
-from treejax.ablation.lab import Bench, Step, one_line
+from treejax.ablation.base import GREEN, NOT_RUN, RED, Cell, Row
+from treejax.ablation.lab import Bench, Step, could_not_run, one_line
 from treejax.ablation.lab_operands import Drawn, rows_of, value_heads_of
 from treejax.policies import Policy
 
@@ -52,6 +52,13 @@ class Verdict:
     def green(self) -> bool:
         return self.problem is None
 
+    @property
+    def gate(self) -> str:
+        """Green; not run, for lack of memory; or red."""
+        if self.problem is None:
+            return GREEN
+        return NOT_RUN if could_not_run(self.problem) else RED
+
     def measures(self) -> Row:
         """Errors, None where there is no number."""
         errors = {
@@ -63,9 +70,9 @@ class Verdict:
         return {name: x if math.isfinite(x) else None for name, x in errors.items()}
 
     def row(self, cell: Cell, measures: Row | None = None) -> Row:
-        """A cell's row; a red one has no measures but errors."""
+        """A cell's row; one that is not green has no measures but errors."""
         if not self.green:
-            return cell.row(RED, self.problem, self.measures())
+            return cell.row(self.gate, self.problem, self.measures())
         return cell.row(GREEN, None, self.measures() | (measures or {}))
 
 

@@ -53,11 +53,6 @@ class Programs:
         kinds = tuple(bool(jnp.issubdtype(leaf.dtype, jnp.floating)) for leaf in leaves)
         return cls(policy, treedef, kinds)
 
-    @property
-    def defers(self) -> bool:
-        """Whether a step's publishing and the next one's verifying share work."""
-        return self.treedef.num_leaves > 1
-
     def split(self, carry: Any) -> Split:
         pairs = list(zip(jax.tree.leaves(carry), self.floating, strict=True))
         return Split(

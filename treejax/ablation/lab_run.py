@@ -6,11 +6,20 @@ from typing import Any
 
 import jax
 
-from treejax.ablation.base import Context, Say
-from treejax.ablation.lab import Bench, compile_together
+from treejax.ablation.base import GREEN, NOT_RUN, RED, Context, Row, Say
+from treejax.ablation.lab import (
+    Bench,
+    carry_bytes,
+    compile_together,
+    does_not_fit,
+    needed_bytes,
+)
+from treejax.ablation.lab_arms import make_arm
 from treejax.ablation.lab_gate import Truth, Verdict, check
 from treejax.ablation.lab_operands import Sizes
+from treejax.ablation.rows import is_time
 from treejax.cli.kernels import choose_implementation
+from treejax.policies import Policy
 
 MIB = 2**20
 
@@ -36,15 +45,47 @@ def check_benches(
             if split and verdicts[bench.name].green:
                 verdicts[bench.name] = check(bench, truth, together=False)
         verdict = verdicts[bench.name]
-        found = f"error {verdict.outputs.rms:.1e}" if verdict.green else f"RED, {verdict.problem}"
-        say(f"{bench.name}: {found}")
+        error = f"error {verdict.outputs.rms:.1e}"
+        say(f"{bench.name}: {error if verdict.green else said(verdict)}")
     return verdicts
+
+
+def said(verdict: Verdict) -> str:
+    """A verdict that is not green, for the user."""
+    return f"{verdict.gate.upper()}, {verdict.problem}"
 
 
 def queue_bytes() -> int:
     """Bytes of results that calls may keep alive while the device has not come to them."""
     statistics_of = jax.devices()[0].memory_stats() or {}
     return int(0.2 * statistics_of.get("bytes_limit", 5e9))
+
+
+def hide_red(rows: Iterable[Row]) -> list[Row]:
+    """The rows as they may be shown: an arm that is red anywhere is red everywhere, without times.
+
+    An arm that computes something else at one tree, batch or repeat is not the arm that was to be
+    timed at the others.
+    """
+    rows = list(rows)
+    red = {row["arm"]: row["problem"] for row in reversed(rows) if row["gate"] == RED}
+    made = []
+    for row in rows:
+        if row["arm"] in red:
+            row = {name: value for name, value in row.items() if not is_time(name)}
+            if row["gate"] not in (RED, NOT_RUN):
+                row |= {"gate": RED, "problem": red[row["arm"]]}
+        made.append(row)
+    return made
+
+
+def leading(rows: Sequence[Row]) -> Row:
+    """The row that speaks for a cell's repeats: a red one, else a green one, else the first."""
+    for gate in (RED, GREEN):
+        for row in rows:
+            if row["gate"] == gate:
+                return row
+    return rows[0]
 
 
 def pooled(rows: Iterable[Mapping[str, Any]], name: str) -> dict[str, float | None]:
@@ -59,11 +100,9 @@ def pooled(rows: Iterable[Mapping[str, Any]], name: str) -> dict[str, float | No
     }
 
 
-def by_cell(
-    rows: Sequence[Mapping[str, Any]], keys: Sequence[str]
-) -> dict[tuple[Any, ...], list[Mapping[str, Any]]]:
+def by_cell(rows: Sequence[Row], keys: Sequence[str]) -> dict[tuple[Any, ...], list[Row]]:
     """Rows by arm and the given keys, in the order in which they first came."""
-    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault((row["arm"], *(row[key] for key in keys)), []).append(row)
     return groups
@@ -80,3 +119,31 @@ def implementation_of(context: Context, sizes: Sizes, capacity: int) -> str:
     """What runs: "xla", "mosaic_gpu" or "interpret"."""
     asked = context.implementation
     return choose_implementation(asked, sizes.config, capacity).implementation
+
+
+def make_policies(
+    arms: Iterable[str], context: Context, sizes: Sizes, capacity: int
+) -> dict[str, Policy]:
+    """The policy of every arm, on what runs trees of the capacity."""
+    implementation = implementation_of(context, sizes, capacity)
+    return {arm: make_arm(arm, implementation, sizes.dtype) for arm in arms}
+
+
+def named_bytes(policy: Policy, sizes: Sizes, capacity: int, batch: int) -> dict[str, int]:
+    """What an arm keeps and fills, by name, for the plan."""
+    named = policy.buffers(sizes.config, capacity, batch)
+    return {"carry": carry_bytes(policy, sizes, batch)} | named
+
+
+def unfit(
+    arm: str,
+    policies: Mapping[str, Policy],
+    sizes: Sizes,
+    batch: int,
+    capacity: int,
+    available: int | None,
+) -> str | None:
+    """Why an arm does not fit beside the carries of all other ``policies``, which are held at the
+    same time so that their rounds interleave; None if it does."""
+    others = sum(carry_bytes(policies[x], sizes, batch) for x in policies if x != arm)
+    return does_not_fit(needed_bytes(policies[arm], sizes, batch, capacity) + others, available)

@@ -82,8 +82,9 @@ def time_group(
     lead: Lead | None,
     warm_up: int,
     rounds: int,
-) -> dict[tuple[str, str], Time]:
-    """Times by (arm, label): every arm over every labelled list of steps, all interleaved."""
+) -> dict[tuple[str, str], Time | str]:
+    """By (arm, label) the times, or why there are none: every arm over every labelled list of
+    steps, all interleaved."""
     pairs = [(arm, label) for label in steps for arm in arms]
     entries = {
         (arm, label): time_step(group.benches[arm], steps[label], queue_bytes(), label)

@@ -23,7 +23,8 @@ from pallas_kernels.bench.timing import (
     measure_rounds,
     time_copy,
 )
-from treejax.ablation.lab import Bench, Step
+from treejax.ablation.lab import Bench, Step, could_not_run, one_line
+from treejax.policies import Policy
 
 LEAD_BYTES = 2**31
 """Of the copy that hides the host's work; about 12 ms of an H200."""
@@ -80,14 +81,17 @@ def time_step(bench: Bench, steps: Sequence[Step], memory: int, label: str = "st
     """Both in one program, the carry going round; its time goes by the bench's name and label."""
     cycle = Cycle(steps)
 
+    most = most_calls(bench, memory)
+
     def run(calls: int) -> Callable[[], Any]:
         outputs = None
-        for _ in range(calls):
+        for call in range(calls):
+            _wait_if_full(bench, call, most)
             del outputs  # its memory serves the next call
             outputs = bench.step(cycle.next()[1])
         return lambda: jax.block_until_ready((outputs, bench.carry))
 
-    return Timed(f"{bench.name} {label}", run, most_calls(bench, memory))
+    return _timed(bench, label, run, most)
 
 
 def time_apart(bench: Bench, steps: Sequence[Step], memory: int) -> tuple[Timed, Timed]:
@@ -105,25 +109,63 @@ def time_apart(bench: Bench, steps: Sequence[Step], memory: int) -> tuple[Timed,
             bench.publish(scratch, step)
             del made
     verifying, publishing = Cycle(steps), Cycle(steps)
+    most = most_calls(bench, memory)
 
     def verify(calls: int) -> Callable[[], Any]:
         number = None
-        for _ in range(calls):
+        for call in range(calls):
+            _wait_if_full(bench, call, most)
             at, step = verifying.next()
             number = bench.verify_alone(step, before_verify[at])
         return lambda: jax.block_until_ready((number, bench.carry))
 
     def publish(calls: int) -> Callable[[], Any]:
-        for _ in range(calls):
+        for call in range(calls):
+            _wait_if_full(bench, call, most)
             at, step = publishing.next()
             bench.publish(scratch, step, before_publish[at])
         return lambda: jax.block_until_ready(bench.carry)
 
-    calls = most_calls(bench, memory)
-    return (
-        Timed(f"{bench.name} verify", verify, calls),
-        Timed(f"{bench.name} publish", publish, calls),
-    )
+    return _timed(bench, "verify", verify, most), _timed(bench, "publish", publish, most)
+
+
+def period(policy: Policy) -> int:
+    """Steps after which a policy does the same work again, so that a sample of whole periods holds
+    as many writes as any other.
+
+    Only a ring has a period, its commits a write; a ring whose rows run out before that writes
+    earlier, and its samples are whole only on average.
+    """
+    return getattr(policy, "length", 1)
+
+
+def _timed(bench: Bench, label: str, run: Callable[[int], Callable[[], Any]], most: int) -> Timed:
+    """``run`` under the bench's name. After an error the bench starts from the drawn states: its
+    carry was donated to the call that failed."""
+
+    def guarded(calls: int) -> Callable[[], Any]:
+        try:
+            wait = run(calls)
+        except Exception:
+            bench.release()
+            raise
+
+        def finish() -> Any:
+            try:
+                return wait()
+            except Exception:
+                bench.release()
+                raise
+
+        return finish
+
+    return Timed(f"{bench.name} {label}", guarded, most, multiple=period(bench.policy))
+
+
+def _wait_if_full(bench: Bench, call: int, most: int) -> None:
+    """Where a period has more calls than fit in memory, the device catches up on the way."""
+    if call and call % most == 0:
+        bench.wait()
 
 
 def most_calls(bench: Bench, memory: int) -> int:
@@ -141,12 +183,31 @@ def measure(
     warm_up: int,
     rounds: int,
     seen: Callable[[int], None],
-) -> dict[str, Time]:
-    """Times by name, everything interleaved; ``seen`` is told the rounds that are done."""
+) -> dict[str, Time | str]:
+    """By name the times, everything interleaved, or in one line what memory was lacking; ``seen``
+    is told the rounds that are done."""
+    made: dict[str, Time | str] = {}
+    ready = []
     for each in timed:
-        for _ in range(-(-warm_up // each.most_calls)):
-            each.run(min(warm_up, each.most_calls))()
-        choose_calls(each, lead)
+        try:
+            for _ in range(-(-warm_up // each.most_calls)):
+                each.run(min(warm_up, each.most_calls))()
+            choose_calls(each, lead)
+        except Exception as error:
+            made[each.name] = lack_of_memory(error)
+        else:
+            ready.append(each)
     gc.collect()  # not while the clock runs
-    summaries = measure_rounds(timed, rounds, lambda: False, seen)
-    return {name: Time.of(summary) for name, summary in summaries.items()}
+    try:
+        summaries = measure_rounds(ready, rounds, lambda: False, seen) if ready else {}
+    except Exception as error:  # rounds that are not whole compare nothing
+        return made | dict.fromkeys((each.name for each in ready), lack_of_memory(error))
+    return made | {name: Time.of(summary) for name, summary in summaries.items()}
+
+
+def lack_of_memory(error: Exception) -> str:
+    """An error that says what was lacking, in one line; any other is raised again."""
+    problem = one_line(error)
+    if not could_not_run(problem):
+        raise error
+    return problem

@@ -10,11 +10,14 @@ import jax
 
 from treejax.ablation.base import GREEN, Row
 from treejax.ablation.lab_operands import Sizes
+from treejax.ablation.lab_run import hide_red
 from treejax.policies import REGISTRY
 
 
 def places(rows: Sequence[Row], sizes: Sizes, device: str, nodes: int = 0) -> list[dict[str, Any]]:
     """One place a batch and tree size, each policy's time the median of its green rows.
+
+    A policy that has a red row anywhere has no time.
 
     Arms with settings of their own are left out: a place says what a policy's name gives.
 
@@ -22,7 +25,7 @@ def places(rows: Sequence[Row], sizes: Sizes, device: str, nodes: int = 0) -> li
       nodes: of the tree, where rows do not say.
     """
     times: dict[tuple[str, int, int], dict[str, list[float]]] = {}
-    for row in rows:
+    for row in hide_red(rows):
         if row["gate"] == GREEN and row["arm"] in REGISTRY:
             where = row["implementation"], row["batch"], row.get("nodes", nodes)
             times.setdefault(where, {}).setdefault(row["arm"], []).append(row["step_ms"])

@@ -18,18 +18,16 @@ from typing import Any, ClassVar
 
 from rich.table import Table
 
-from treejax.ablation.base import NOT_RUN, Cell, Context, Row
+from treejax.ablation.base import GREEN, NOT_RUN, Cell, Context, Row
 from treejax.ablation.lab import (
     Bench,
     carry_bytes,
     device_bytes,
-    does_not_fit,
     frontiers,
-    needed_bytes,
     rows_for,
     sequences_that_fit,
 )
-from treejax.ablation.lab_arms import check_arms, make_arm
+from treejax.ablation.lab_arms import check_arms
 from treejax.ablation.lab_figures import draw_bars
 from treejax.ablation.lab_gate import Truth
 from treejax.ablation.lab_operands import Sizes, draw
@@ -37,12 +35,23 @@ from treejax.ablation.lab_run import (
     MIB,
     by_cell,
     check_benches,
-    implementation_of,
+    hide_red,
+    leading,
+    make_policies,
+    named_bytes,
     pooled,
     queue_bytes,
     shown,
+    unfit,
 )
-from treejax.ablation.lab_timing import Time, make_lead, measure, time_apart, time_step
+from treejax.ablation.lab_timing import (
+    Time,
+    lack_of_memory,
+    make_lead,
+    measure,
+    time_apart,
+    time_step,
+)
 from treejax.ablation.lab_trees import make_shape
 from treejax.config import from_mapping
 
@@ -67,6 +76,7 @@ class Mechanism:
     name: ClassVar[str] = "mechanism"
     options: ClassVar[frozenset[str]] = frozenset({"implementation"})
     always: ClassVar[tuple[str, ...]] = ()
+    ends_itself: ClassVar[bool] = True
 
     seed: int
     repeats: int
@@ -89,29 +99,27 @@ class Mechanism:
         return made
 
     def cells(self, context: Context) -> list[Cell]:
-        implementation = implementation_of(context, self.sizes, self.capacity)
         made = []
-        for arm in self.arms:
-            policy = make_arm(arm, implementation, self.sizes.dtype)
-            named = policy.buffers(self.sizes.config, self.capacity, self.batch)
-            sizes = {"carry": carry_bytes(policy, self.sizes, self.batch)} | named
+        for arm, policy in make_policies(self.arms, context, self.sizes, self.capacity).items():
+            sizes = named_bytes(policy, self.sizes, self.capacity, self.batch)
             made += [Cell(arm, {"batch": self.batch}, r, sizes) for r in range(self.repeats)]
         return made
 
     def run(self, context: Context, cells: Sequence[Cell], done: Sequence[Row]) -> Iterator[Row]:
-        implementation = implementation_of(context, self.sizes, self.capacity)
         available = device_bytes(self.memory_gib)
-        arms = list(dict.fromkeys(cell.arm for cell in cells))
-        policies = {arm: make_arm(arm, implementation, self.sizes.dtype) for arm in arms}
-        for arm in arms:
-            needed = needed_bytes(policies[arm], self.sizes, self.batch, self.capacity)
-            if problem := does_not_fit(needed, available):
-                yield from (cell.row(NOT_RUN, problem) for cell in cells if cell.arm == arm)
-                del policies[arm]
+        asked = dict.fromkeys(cell.arm for cell in cells)
+        policies = make_policies(asked, context, self.sizes, self.capacity)
+        where = self.sizes, self.batch, self.capacity
+        problems = {arm: unfit(arm, policies, *where, available) for arm in policies}
+        for cell in cells:
+            if problem := problems[cell.arm]:
+                yield cell.row(NOT_RUN, problem)
+        policies = {arm: policy for arm, policy in policies.items() if not problems[arm]}
         if not policies:
             return
-        rows = rows_for(next(iter(policies.values())), self.capacity)
-        drawn = draw(self.sizes, self.batch, rows, self.seed, implementation)
+        first = next(iter(policies.values()))
+        rows = rows_for(first, self.capacity)
+        drawn = draw(self.sizes, self.batch, rows, self.seed, first.implementation)
         shape = make_shape(self.tree, self.capacity, self.most_depth)
         steps = frontiers(shape, self.batch, rows, self.most_depth)
         truth = Truth(drawn, [steps[int(part * len(steps))] for part in GATED])
@@ -130,8 +138,14 @@ class Mechanism:
                 continue
             times = self._time(context, timed, steps, lead, repeat)
             for bench in timed:
-                measures = self._measures(bench, times, available)
-                yield verdicts[bench.name].row(mine[bench.name], measures)
+                found = times[bench.name]
+                if isinstance(found, str):
+                    yield mine[bench.name].row(NOT_RUN, found)
+                else:
+                    measures = self._measures(bench, found, available)
+                    yield verdicts[bench.name].row(mine[bench.name], measures)
+            if context.over():
+                return
 
     def _time(
         self,
@@ -140,23 +154,38 @@ class Mechanism:
         steps: Sequence[Any],
         lead: Any,
         repeat: int,
-    ) -> dict[str, Time]:
-        entries = []
+    ) -> dict[str, dict[str, Time] | str]:
+        """By arm the times of "step", "verify" and "publish", or why it has none."""
+        entries, problems = [], {}
         for bench in benches:
-            entries.append(time_step(bench, steps, queue_bytes()))
-            entries += time_apart(bench, steps, queue_bytes())
+            try:
+                apart = time_apart(bench, steps, queue_bytes())
+            except Exception as error:
+                problems[bench.name] = lack_of_memory(error)
+                bench.release()
+            else:
+                entries += [time_step(bench, steps, queue_bytes()), *apart]
 
         def seen(done: int) -> None:
             context.advance(f"rounds of repeat {repeat}", done, self.rounds)
 
-        return measure(entries, lead, self.warm_up, self.rounds, seen)
+        found = measure(entries, lead, self.warm_up, self.rounds, seen)
+        made: dict[str, dict[str, Time] | str] = dict(problems)
+        for bench in benches:
+            if bench.name in problems:
+                continue
+            parts = {part: found[f"{bench.name} {part}"] for part in PARTS}
+            lacking = [time for time in parts.values() if isinstance(time, str)]
+            times = {part: time for part, time in parts.items() if isinstance(time, Time)}
+            made[bench.name] = lacking[0] if lacking else times
+        return made
 
     def _measures(self, bench: Bench, times: dict[str, Time], available: int | None) -> Row:
         policy, sizes = bench.policy, self.sizes
         made: Row = {"implementation": policy.implementation}
-        for part in ("verify", "publish", "step"):
-            made |= times[f"{bench.name} {part}"].measures(part)
-        step = times[f"{bench.name} step"]
+        for part in PARTS:
+            made |= times[part].measures(part)
+        step = times["step"]
         buffers = policy.buffers(sizes.config, self.capacity, self.batch)
         carried = carry_bytes(policy, sizes, self.batch)
         states = sizes.layers * self.batch * sizes.state_bytes
@@ -176,8 +205,8 @@ class Mechanism:
 
     def summary(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
         made = []
-        for (arm,), mine in by_cell(rows, ()).items():
-            first = next((row for row in mine if row["gate"] == "green"), mine[0])
+        for (arm,), mine in by_cell(hide_red(rows), ()).items():
+            first = leading(mine)
             line = {"arm": arm, "gate": first["gate"], "problem": first["problem"]}
             for name in ("verify_ms", "publish_ms", "step_ms"):
                 line |= pooled(mine, name)
@@ -198,10 +227,10 @@ class Mechanism:
         for head in (*heads.split("|"), "output RMS", "state RMS", "sequences"):
             table.add_column(head, justify="left" if head == "arm" else "right")
         for line in self.summary(rows):
-            if line["gate"] != "green":
+            if line["gate"] != GREEN:
                 table.add_row(line["arm"], str(line["problem"]))
                 continue
-            first = next(r for r in rows if r["arm"] == line["arm"] and r["gate"] == "green")
+            first = next(r for r in rows if r["arm"] == line["arm"] and r["gate"] == GREEN)
             table.add_row(
                 line["arm"],
                 *(shown(line[name]) for name in ("verify_ms", "publish_ms", "step_ms")),
@@ -214,7 +243,7 @@ class Mechanism:
         return [table]
 
     def figures(self, rows: Sequence[Row], out: Path) -> None:
-        green = [line for line in self.summary(rows) if line["gate"] == "green"]
+        green = [line for line in self.summary(rows) if line["gate"] == GREEN]
         draw_bars(
             out / "mechanism",
             [line["arm"] for line in green],
@@ -225,6 +254,7 @@ class Mechanism:
         )
 
 
+PARTS = ("verify", "publish", "step")
 COLUMNS = (
     *("implementation", "buffers_mib", "carried_factors_mib", "temporary_mib", "sequences"),
     *("deepest_output_error", "deepest_state_error", "output_error", "state_error"),

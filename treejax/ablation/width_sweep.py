@@ -24,16 +24,25 @@ from treejax.ablation.acceptance import Acceptance, acceptance_rows
 from treejax.ablation.base import NOT_RUN, RED, Cell, Context, Row
 from treejax.ablation.lab import (
     GIB,
-    carry_bytes,
     device_bytes,
-    does_not_fit,
-    needed_bytes,
+    rows_for,
     sequences_that_fit,
 )
-from treejax.ablation.lab_arms import check_arms, make_arm
+from treejax.ablation.lab_arms import check_arms
 from treejax.ablation.lab_figures import draw_lines
 from treejax.ablation.lab_operands import Sizes, draw
-from treejax.ablation.lab_run import MIB, by_cell, implementation_of, pooled, shown
+from treejax.ablation.lab_run import (
+    MIB,
+    by_cell,
+    hide_red,
+    leading,
+    make_policies,
+    named_bytes,
+    pooled,
+    said,
+    shown,
+    unfit,
+)
 from treejax.ablation.lab_sweep import (
     Group,
     check_group,
@@ -70,6 +79,7 @@ class WidthSweep:
         {"implementation", "wheel", "checkpoint", "dtype"}
     )
     always: ClassVar[tuple[str, ...]] = ()
+    ends_itself: ClassVar[bool] = True
 
     seed: int
     repeats: int
@@ -112,8 +122,7 @@ class WidthSweep:
         return min(fitting)
 
     def _policies(self, context: Context) -> dict[str, Policy]:
-        implementation = implementation_of(context, self.sizes, max(self.capacities))
-        return {arm: make_arm(arm, implementation, self.sizes.dtype) for arm in self.arms}
+        return make_policies(self.arms, context, self.sizes, max(self.capacities))
 
     def cells(self, context: Context) -> list[Cell]:
         made = []
@@ -122,34 +131,39 @@ class WidthSweep:
             capacity = self.capacity_of(shape)
             key = {"widths": width, "nodes": shape.size, "capacity": capacity, "batch": self.batch}
             for arm, policy in self._policies(context).items():
-                named = policy.buffers(self.sizes.config, capacity, self.batch)
-                sizes = {"carry": carry_bytes(policy, self.sizes, self.batch)} | named
+                sizes = named_bytes(policy, self.sizes, capacity, self.batch)
                 made += [Cell(arm, dict(key), r, sizes) for r in range(self.repeats)]
         if self.acceptance is not None:
             made += [Cell(ACCEPTANCE, {"widths": w}, 0) for w in self.acceptance.widths]
         return made
 
     def run(self, context: Context, cells: Sequence[Cell], done: Sequence[Row]) -> Iterator[Row]:
-        yield from self._run_policies(context, [c for c in cells if c.arm != ACCEPTANCE])
+        timed = [cell for cell in cells if cell.arm != ACCEPTANCE]
         drafted = [cell for cell in cells if cell.arm == ACCEPTANCE]
-        if drafted and self.acceptance is not None:
-            yield from acceptance_rows(self.acceptance, context, drafted)
+        yield from self._run_policies(context, timed)
+        if not drafted or self.acceptance is None or (timed and context.over()):
+            return
+        for row in acceptance_rows(self.acceptance, context, drafted):
+            yield row
+            if context.over():
+                return
 
     def _run_policies(self, context: Context, cells: Sequence[Cell]) -> Iterator[Row]:
-        policies, available = self._policies(context), device_bytes(self.memory_gib)
+        available, made = device_bytes(self.memory_gib), self._policies(context)
+        policies = {cell.arm: made[cell.arm] for cell in cells}
         fitting: dict[int, list[Cell]] = {}
         for cell in cells:
             capacity = int(cell.key["capacity"])
-            needed = needed_bytes(policies[cell.arm], self.sizes, self.batch, capacity)
-            if problem := does_not_fit(needed, available):
+            where = self.sizes, self.batch, capacity
+            if problem := unfit(cell.arm, policies, *where, available):
                 yield cell.row(NOT_RUN, problem)
             else:
                 fitting.setdefault(capacity, []).append(cell)
         if not fitting:
             return
-        implementation = next(iter(policies.values())).implementation
-        rows = -(-max(fitting) // 8) * 8
-        drawn = draw(self.sizes, self.batch, rows, self.seed, implementation)
+        first = next(iter(policies.values()))
+        rows = rows_for(first, max(fitting))
+        drawn = draw(self.sizes, self.batch, rows, self.seed, first.implementation)
         groups = {}
         for capacity, mine in fitting.items():
             wanted = {cell.arm: policies[cell.arm] for cell in mine}
@@ -160,6 +174,8 @@ class WidthSweep:
             context.advance(f"capacity {capacity}", at, len(fitting))
             with held(groups.pop(capacity)) as group:  # and its operands
                 yield from self._run_capacity(context, group, mine, lead)
+            if context.over():
+                return
 
     def _run_capacity(
         self, context: Context, group: Group, cells: Sequence[Cell], lead: Any
@@ -174,7 +190,7 @@ class WidthSweep:
             if verdict.green:
                 counted[arm] = compilations_over_trees(group.benches[arm], others)
             else:
-                context.say(f"{arm} in {group.capacity} rows: RED, {verdict.problem}")
+                context.say(f"{arm} in {group.capacity} rows: {said(verdict)}")
         for cell in cells:
             verdict, compiled = verdicts[cell.arm], counted.get(cell.arm, 0)
             if not verdict.green:
@@ -192,10 +208,15 @@ class WidthSweep:
             times = time_group(group, arms, labelled, lead, self.warm_up, self.rounds)
             for cell in mine:
                 bench, width = group.benches[cell.arm], str(cell.key["widths"])
-                made = step_measures(times[cell.arm, width], bench)
-                made |= {"compilations": 0, "trees": len(others)}
+                time = times[cell.arm, width]
+                if isinstance(time, str):
+                    yield cell.row(NOT_RUN, time)
+                    continue
+                made = step_measures(time, bench) | {"compilations": 0, "trees": len(others)}
                 made |= self._memory(bench.policy, shapes[width], group.capacity)
                 yield verdicts[cell.arm].row(cell, made)
+            if context.over():
+                return
 
     def _memory(self, policy: Policy, shape: Shape, capacity: int) -> Row:
         """Stored blocks as TreeWY counts them, the scratch allocated, and sequences that fit."""
@@ -211,8 +232,8 @@ class WidthSweep:
 
     def summary(self, rows: Sequence[Row]) -> list[Row]:
         made = []
-        for (arm, width), mine in by_cell(rows, ("widths",)).items():
-            first = next((row for row in mine if row["gate"] == "green"), mine[0])
+        for (arm, width), mine in by_cell(hide_red(rows), ("widths",)).items():
+            first = leading(mine)
             line = {name: first.get(name) for name in ("arm", "widths", "nodes", "capacity")}
             line["nodes"] = self.shape(width).size
             line |= {"gate": first["gate"], "problem": first["problem"]}

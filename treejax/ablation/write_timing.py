@@ -19,15 +19,20 @@ from rich.table import Table
 
 from treejax.ablation.base import NOT_RUN, Cell, Context, Row
 from treejax.ablation.byte_model import form_of, traffic_of
-from treejax.ablation.lab import carry_bytes, device_bytes, does_not_fit, needed_bytes
-from treejax.ablation.lab_arms import check_arms, make_arm
+from treejax.ablation.lab import device_bytes, rows_for
+from treejax.ablation.lab_arms import check_arms
 from treejax.ablation.lab_figures import draw_lines
 from treejax.ablation.lab_operands import Sizes, draw
 from treejax.ablation.lab_run import (
     by_cell,
-    implementation_of,
+    hide_red,
+    leading,
+    make_policies,
+    named_bytes,
     pooled,
+    said,
     shown,
+    unfit,
 )
 from treejax.ablation.lab_sweep import (
     Group,
@@ -59,6 +64,7 @@ class WriteTiming:
     name: ClassVar[str] = "write_timing"
     options: ClassVar[frozenset[str]] = frozenset({"implementation"})
     always: ClassVar[tuple[str, ...]] = ()
+    ends_itself: ClassVar[bool] = True
 
     seed: int
     repeats: int
@@ -90,39 +96,32 @@ class WriteTiming:
         return make_shape(self.tree, self.capacity, self.most_depth)
 
     def _policies(self, context: Context) -> dict[str, Policy]:
-        implementation = implementation_of(context, self.sizes, self.capacity)
-        return {arm: make_arm(arm, implementation, self.sizes.dtype) for arm in self.arms}
+        return make_policies(self.arms, context, self.sizes, self.capacity)
 
     def cells(self, context: Context) -> list[Cell]:
         made = []
         for batch in self.batches:
             for arm, policy in self._policies(context).items():
-                named = policy.buffers(self.sizes.config, self.capacity, batch)
-                sizes = {"carry": carry_bytes(policy, self.sizes, batch)} | named
+                sizes = named_bytes(policy, self.sizes, self.capacity, batch)
                 made += [Cell(arm, {"batch": batch}, r, sizes) for r in range(self.repeats)]
         return made
 
     def run(self, context: Context, cells: Sequence[Cell], done: Sequence[Row]) -> Iterator[Row]:
-        available = device_bytes(self.memory_gib)
-        policies = self._policies(context)
+        available, made = device_bytes(self.memory_gib), self._policies(context)
+        policies = {cell.arm: made[cell.arm] for cell in cells}
         fitting: dict[int, list[Cell]] = {}
         for cell in cells:
             batch = int(cell.key["batch"])
-            needed = needed_bytes(policies[cell.arm], self.sizes, batch, self.capacity)
-            # All arms of a batch are held at once, so that their rounds interleave.
-            others = sum(
-                carry_bytes(policies[arm], self.sizes, batch)
-                for arm in {c.arm for c in cells} - {cell.arm}
-            )
-            if problem := does_not_fit(needed + others, available):
+            where = self.sizes, batch, self.capacity
+            if problem := unfit(cell.arm, policies, *where, available):
                 yield cell.row(NOT_RUN, problem)
             else:
                 fitting.setdefault(batch, []).append(cell)
         if not fitting:
             return
-        implementation = next(iter(policies.values())).implementation
-        rows = -(-self.capacity // 8) * 8
-        drawn = draw(self.sizes, max(fitting), rows, self.seed, implementation)
+        first = next(iter(policies.values()))
+        rows = rows_for(first, self.capacity)
+        drawn = draw(self.sizes, max(fitting), rows, self.seed, first.implementation)
         groups = {}
         for batch, mine in fitting.items():
             wanted = {cell.arm: policies[cell.arm] for cell in mine}
@@ -133,6 +132,8 @@ class WriteTiming:
             context.advance(f"batch {batch}", at, len(fitting))
             with held(groups.pop(batch)) as group:  # and its operands
                 yield from self._run_batch(context, group, mine, lead)
+            if context.over():
+                return
 
     def _run_batch(
         self, context: Context, group: Group, cells: Sequence[Cell], lead: Any
@@ -145,7 +146,7 @@ class WriteTiming:
         for cell in cells:
             verdict = verdicts[cell.arm]
             if not verdict.green:
-                context.say(f"{cell.arm} at batch {group.batch}: RED, {verdict.problem}")
+                context.say(f"{cell.arm} at batch {group.batch}: {said(verdict)}")
                 yield verdict.row(cell)
         green = [arm for arm, verdict in verdicts.items() if verdict.green]
         for repeat in sorted({cell.repeat for cell in cells}):
@@ -156,9 +157,14 @@ class WriteTiming:
             times = time_group(group, list(mine), again, lead, self.warm_up, self.rounds)
             for arm, cell in mine.items():
                 bench, time = group.benches[arm], times[arm, "step"]
+                if isinstance(time, str):
+                    yield cell.row(NOT_RUN, time)
+                    continue
                 moved = self._moved(bench.policy, group.batch)
                 made = step_measures(time, bench) | {"model_mb": moved / 1e6}
                 yield verdicts[arm].row(cell, made)
+            if context.over():
+                return
 
     def _moved(self, policy: Policy, batch: int) -> int:
         """Bytes of a step under the byte model."""
@@ -167,8 +173,8 @@ class WriteTiming:
 
     def summary(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
         made = []
-        for (arm, batch), mine in by_cell(rows, ("batch",)).items():
-            first = next((row for row in mine if row["gate"] == "green"), mine[0])
+        for (arm, batch), mine in by_cell(hide_red(rows), ("batch",)).items():
+            first = leading(mine)
             line = {"arm": arm, "batch": batch, "gate": first["gate"], "problem": first["problem"]}
             line |= pooled(mine, "step_ms")
             line["model_mb"] = first.get("model_mb")
