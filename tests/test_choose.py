@@ -71,7 +71,8 @@ def test_what_ships_is_a_table_of_known_policies():
 
 
 def test_rows_of_an_ablation_become_places():
-    """Medians of green rows; arms with settings of their own are left out."""
+    """Medians of green rows; arms with settings of their own are left out, and those that
+    are red at any batch."""
     config = tiny.CONFIG
     sizes = Sizes(
         layers=len(config.linear_layers),
@@ -82,6 +83,7 @@ def test_rows_of_an_ablation_become_places():
         dtype="float32",
     )
     timed = [
+        ("replay", 8, 0.1),
         ("wy", 1, 3.0),
         ("wy", 1, 1.0),
         ("wy", 1, 2.0),
@@ -92,7 +94,7 @@ def test_rows_of_an_ablation_become_places():
         {"arm": arm, "batch": batch, "gate": "green", "implementation": "xla", "step_ms": ms}
         for arm, batch, ms in timed
     ]
-    rows.append({"arm": "replay", "batch": 1, "gate": "red"})
+    rows.append({"arm": "replay", "batch": 1, "gate": "red", "problem": "planted"})
     made = parse_table(places(rows, sizes, DEVICE, nodes=8))
     assert [(p.batch, p.nodes, p.names, p.ms) for p in made] == [
         (1, 8, ("wy",), (2.0,)),
