@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -64,5 +65,7 @@ if __name__ == "__main__":
     from treejax.ablation import EXPERIMENTS
     from treejax.cli.guard import run_command
 
+    # A shell in the background hands down that interrupts are ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     EXPERIMENTS["counting"] = Counting
     sys.exit(run_command(ablate.NAME, ablate.main, sys.argv[1:]))

@@ -13,6 +13,7 @@ from treejax import agreement
 from treejax.drafters import Scripted
 from treejax.engine import complete, run, stream
 from treejax.model import PREFILL_BUCKETS, prefill, prompt_blocks
+from treejax.policies import REGISTRY
 from treejax.requests import Request, make_requests
 from treejax.sampling import Sampling
 from treejax.state import init_state
@@ -219,7 +220,7 @@ def test_fc18_exactly_as_many_tokens_as_asked_for(budget):
     assert made.stats.tokens == budget and made.finish_reason == "length"
     if budget == 0:
         assert not served_by(compiled)  # no model call
-        assert made.stats.policy == "wy" and made.stats.drafter == "scripted"
+        assert made.stats.policy in REGISTRY and made.stats.drafter == "scripted"
     if budget == 8:  # one from the prompt, then 4 + 1, then what is left
         assert made.stats.steps == 2 and made.stats.num_accepted_tokens == 5
 
