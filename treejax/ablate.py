@@ -51,7 +51,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--resume", action="store_true", help="go on with the run in DIR")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and memory by arm")
     parser.add_argument(
-        "--time-limit", type=float, metavar="SECONDS", help="begin nothing new after these; --resume goes on"
+        "--time-limit", type=float, metavar="SECONDS", help="begin nothing new after these"
     )
     some = parser.add_argument_group("what some experiments take")
     some.add_argument("--wheel", metavar="FILE", help="wheel that holds the prompts")
