@@ -36,12 +36,6 @@ CAPACITY, MAX_DEPTH = 12, 5  # of the tree, which has nine nodes of depth at mos
 close = functools.partial(np.testing.assert_allclose, rtol=0, atol=golden.TOLERANCE)
 presets = pytest.mark.parametrize("preset", golden.PRESETS)
 policies = pytest.mark.parametrize("policy", REGISTRY)
-# What differs between presets lies outside the policies but for the heads, which
-# ``test_gated_delta_rule_as_a_chain`` varies for all of them. Whole models, which take long to
-# compile, run every policy on one preset, and one policy of each kind on the others.
-WHOLE = [(p, name) for name in REGISTRY for p in golden.PRESETS]
-WHOLE = [(p, name) for p, name in WHOLE if p == "qwen3_5" or name in ("replay", "wy")]
-whole_models = pytest.mark.parametrize("preset, policy", WHOLE)
 
 
 @functools.cache
@@ -125,7 +119,8 @@ def test_prefill(preset):
             close(surfaces.V[i][row, :length], golden.rows(arrays[at + "value"])[b][real])
 
 
-@whole_models
+@presets
+@policies
 def test_decode_and_greedy_generation(preset, policy):
     """Token by token: replay in trees of capacity 1, the others in one of 12 with 11 idle rows."""
     shape = (1, 0) if policy == "replay" else (CAPACITY, MAX_DEPTH)
@@ -167,7 +162,8 @@ def packings(preset):
     return made
 
 
-@whole_models
+@presets
+@policies
 def test_tree(preset, policy):
     model, arrays = model_of(preset), golden.arrays(preset, "tree")
     prefix, parents = arrays["prefix_ids"], arrays["parents"].tolist()
