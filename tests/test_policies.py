@@ -126,29 +126,23 @@ def check_step(policy, carry, R, operands, trees, accepted):
 @pytest.mark.parametrize(
     "make, heads", CASES, ids=[f"{name_of(make)}-Hk{h[0]}-Hv{h[1]}" for make, h in CASES]
 )
-def test_outputs_and_published_states(make, heads):
-    """Fewer trees for the other ratios of heads, which differ in what is repeated alone."""
-    policy = make()
-
-    @settings(max_examples=12 if heads == (2, 4) else 3)
-    @given(
-        st.lists(random_trees.parent_lists(31), min_size=2 * BATCH, max_size=2 * BATCH),
-        st.integers(0, 2**32 - 1),
-    )
-    def two_steps(trees, seed):
-        rng = np.random.default_rng(seed)
-        R = rng.normal(size=(LAYERS, BATCH, heads[1], DV, DK)).astype(np.float32)
-        carry = policy.init(jnp.asarray(R), heads[0])
-        R = R.astype(np.float64)
-        for first, silent in ((0, True), (BATCH, False)):
-            now = trees[first : first + BATCH]
-            operands = random_operands(rng, *heads, [len(p) for p in now])
-            accepted = [int(rng.integers(len(p))) for p in now]
-            if silent:
-                accepted[-1] = None
-            carry, R = check_step(policy, carry, R, operands, now, accepted)
-
-    two_steps()
+@settings(max_examples=12)
+@given(
+    st.lists(random_trees.parent_lists(31), min_size=2 * BATCH, max_size=2 * BATCH),
+    st.integers(0, 2**32 - 1),
+)
+def test_outputs_and_published_states(make, heads, trees, seed):
+    policy, rng = make(), np.random.default_rng(seed)
+    R = rng.normal(size=(LAYERS, BATCH, heads[1], DV, DK)).astype(np.float32)
+    carry = policy.init(jnp.asarray(R), heads[0])
+    R = R.astype(np.float64)
+    for first, silent in ((0, True), (BATCH, False)):
+        now = trees[first : first + BATCH]
+        operands = random_operands(rng, *heads, [len(p) for p in now])
+        accepted = [int(rng.integers(len(p))) for p in now]
+        if silent:
+            accepted[-1] = None
+        carry, R = check_step(policy, carry, R, operands, now, accepted)
 
 
 @pytest.mark.parametrize("make", POLICIES, ids=name_of)
