@@ -18,8 +18,8 @@ from jax import lax
 
 from treejax.config import ModelConfig
 from treejax.delta_rule import Operands, value_heads
-from treejax.policies.base import Path, Scanned, by_sequence, kernel_rows, stack
-from treejax.policies.wy import check_precision, product_precision, solve_tree
+from treejax.policies.base import Path, Scanned, by_sequence, stack
+from treejax.policies.wy import WY, check_precision, product_precision, solve_tree
 from treejax.shapes import Array
 from treejax.tree import Topology
 
@@ -161,7 +161,8 @@ class Ring:
         if path.nodes.shape[1] > self.rows:  # may not fit: no ring for trees this deep
             accepted = gather_rows(rows, path)
             R = self._rebuild(self.read(carry), accepted, path.length)
-            return carry.replace(R=R, count=0 * kept, commits=0 * carry.commits)
+            nothing = jnp.zeros_like(kept)
+            return carry.replace(R=R, count=nothing, commits=nothing)
         return carry.replace(
             ring=append(carry.ring, rows, kept[0], path),
             count=kept + path.length[None],
@@ -185,16 +186,7 @@ class Ring:
         return wy_commit(R, rows.k, rows.u, rows.g, nodes, length, implementation=how)
 
     def buffers(self, config: ModelConfig, capacity: int, batch: int = 1) -> dict[str, int]:
-        layers, heads = len(config.linear_layers), config.linear_num_value_heads
-        if self.implementation != "xla":
-            capacity = kernel_rows(capacity)
-        rows = batch * layers * capacity
-        keys = config.linear_num_key_heads * config.linear_key_head_dim
-        return {
-            "pseudo_values": 4 * rows * heads * config.linear_value_head_dim,
-            "keys": 4 * rows * keys,
-            "decays": 4 * rows * heads,
-        }
+        return WY(self.precision, self.implementation).buffers(config, capacity, batch)
 
 
 def rebuild_rows(R: Array, rows: Rows, length: Array, precision: lax.PrecisionLike) -> Array:
