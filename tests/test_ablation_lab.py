@@ -264,13 +264,13 @@ def test_memory_of_a_27b_model():
 
 def test_forms_of_trees():
     hydra = make_shape("hydra27", 0, 11)
-    assert (hydra.size, hydra.depth, hydra.leaves, hydra.branching) == (28, 11, 11, 5)
+    assert (hydra.size, hydra.max_depth, hydra.leaves, hydra.branching) == (28, 11, 11, 5)
     for form, size in (("best", 28), ("caterpillar3", 64), ("kary3", 40), ("random", 128)):
         shape = make_shape(form, size, 31)
         assert shape.size == size and list(shape.depths) == sorted(shape.depths)
     assert [full_tree([k] * 3).size for k in (1, 2, 3)] == [4, 15, 40]
     assert make_shape("2,2,2,2,2,2", 0, 7).size == 127
-    assert make_shape("chain", 8, 31).depth == 7 and make_shape("chain", 64, 31).size == 32
+    assert make_shape("chain", 8, 31).max_depth == 7 and make_shape("chain", 64, 31).size == 32
     assert make_shape("star", 5, 1).parents == (-1, 0, 0, 0, 0)
     assert make_shape("random", 16, 7, 1) != make_shape("random", 16, 7, 2)
     assert pack("x", [-1, 0, 1, 0]).parents == (-1, 0, 0, 1)

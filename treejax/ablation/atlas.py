@@ -99,7 +99,7 @@ class Atlas:
                     made[size, form] = shape
         return made
 
-    def paths(self, shape: Shape) -> list[list[int]]:
+    def paths(self, shape: Shape) -> list[tuple[int, ...]]:
         """Distinct paths to publish, shortest first."""
         whole = shape.deepest
         lengths = {min(n, len(whole)) if n != DEEPEST else len(whole) for n in self.published}
@@ -222,7 +222,7 @@ class Atlas:
         traffic = traffic_of(self.sizes, policy, shape, batch, published)
         moved = traffic.bytes(form_of(policy.name, policy.implementation))
         return {
-            "depth": shape.depth,
+            "depth": shape.max_depth,
             "leaves": shape.leaves,
             "branching": shape.branching,
             "model_mb": moved / 1e6,

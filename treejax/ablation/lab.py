@@ -244,4 +244,4 @@ def could_not_run(problem: str) -> bool:
 def frontiers(shape: Shape, batch: int, rows: int, most_depth: int) -> list[Step]:
     """A step for every node of the tree as the accepted one, the deepest first."""
     order: Iterable[int] = sorted(range(shape.size), key=lambda node: -shape.depths[node])
-    return [make_step(shape, shape.path_to(node), batch, rows, most_depth) for node in order]
+    return [make_step(shape, shape.path(node), batch, rows, most_depth) for node in order]

@@ -5,7 +5,6 @@ children whatever the shape, which is the order that kernels are given.
 """
 
 import dataclasses
-import functools
 import heapq
 import re
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from pallas_kernels.bench.trees import make_tree
+from treejax.drafters.topologies import StaticTree
 
 FORMS = "hydra27, chain, star, caterpillarW, karyW, best, random, or widths such as 3,3,3"
 MTP_PROFILE = (0.82, 0.08, 0.03, 0.015)
@@ -21,26 +21,12 @@ MTP_PROFILE = (0.82, 0.08, 0.03, 0.015)
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
-    """A tree of ``size`` nodes, rows sorted by depth."""
-
-    name: str
-    parents: tuple[int, ...]
+class Shape(StaticTree):
+    """A tree whose rows are sorted by depth; every row is a node."""
 
     @property
     def size(self) -> int:
-        return len(self.parents)
-
-    @functools.cached_property
-    def depths(self) -> tuple[int, ...]:
-        depths = [0]
-        for parent in self.parents[1:]:
-            depths.append(depths[parent] + 1)
-        return tuple(depths)
-
-    @property
-    def depth(self) -> int:
-        return max(self.depths)
+        return self.capacity
 
     @property
     def leaves(self) -> int:
@@ -53,17 +39,10 @@ class Shape:
         above = self.parents[1:]
         return sum(above.count(row) >= 2 for row in set(above))
 
-    def path_to(self, node: int) -> list[int]:
-        """Rows from the root down to ``node``, both included."""
-        path = [node]
-        while path[-1]:
-            path.append(self.parents[path[-1]])
-        return path[::-1]
-
     @property
-    def deepest(self) -> list[int]:
+    def deepest(self) -> tuple[int, ...]:
         """The path to the deepest node, the lowest row among equals."""
-        return self.path_to(self.depths.index(self.depth))
+        return self.path(self.depths.index(self.max_depth))
 
 
 def pack(name: str, parents: Sequence[int]) -> Shape:
@@ -104,8 +83,10 @@ def make_shape(form: str, size: int, most_depth: int, seed: int = 0) -> Shape:
         made = pack(name, _random(size, most_depth, seed))
     else:
         raise ValueError(f"tree {form!r} is unknown, expected one of: {FORMS}")
-    if made.depth > most_depth:
-        raise ValueError(f"tree {made.name} has depth {made.depth}, above the bound {most_depth}")
+    if made.max_depth > most_depth:
+        raise ValueError(
+            f"tree {made.name} has depth {made.max_depth}, above the bound {most_depth}"
+        )
     return made
 
 
