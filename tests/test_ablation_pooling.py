@@ -166,7 +166,6 @@ TEMPLATE = """
 
 
 def test_messages_are_rendered_by_the_models_own_template(tmp_path):
-    pytest.importorskip("jinja2")
     settings = {"eos_token": {"content": "</s>"}, "bos_token": None, "chat_template": TEMPLATE}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     talk = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
