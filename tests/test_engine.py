@@ -282,7 +282,7 @@ def test_fc23_nothing_compiles_after_the_first_step():
     with compilations() as compiled:
         off = complete(model, PROMPT, max_tokens=200, drafter=varied())
         on = complete(model, PROMPT, max_tokens=200, drafter=varied(), logprobs=True)
-        agreement.drain(run(model, [warm], "wy", varied(), None, None, 0, warm_up=True))
+        agreement.drain(run(model, [warm], "auto", varied(), None, None, 0, warm_up=True))
     assert not compiled
     assert tuple(warm.tokens) == off.tokens  # warming up had no effect
     assert off.tokens == on.tokens == answer()[:200]
