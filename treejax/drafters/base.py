@@ -14,16 +14,33 @@ from flax import struct
 
 from treejax.config import ModelConfig
 from treejax.drafters.topologies import Best, StaticTree, parse
+from treejax.sampling import Sampling
 from treejax.shapes import Array
 from treejax.tree import Tree
 
 
 class Draft(struct.PyTreeNode):
-    """A drafter's data: ``weights`` (read only), ``memory`` (changes), the model's ``config``."""
+    """A drafter's data: ``weights`` (read only), ``memory`` (changes), the model's ``config``.
+
+    Attributes:
+      sampling: the settings that the target draws with, prepared, one value a sequence; None while
+        prompts are taken in. Drafters that draw, or that rank with the target's noise, follow them.
+    """
 
     weights: Any
     memory: Any
     config: ModelConfig = struct.field(pytree_node=False)
+    sampling: Sampling | None = None
+
+
+PROPOSALS = ("fixed", "coupled", "iid", "without_replacement")
+"""How candidates may come about, which is what an acceptance rule must know to be lossless.
+
+``fixed``: a function of the context alone. ``coupled``: ranked with the noise that the target draws
+with. ``iid``: siblings drawn from q with replacement, equal ones kept. ``without_replacement``:
+siblings drawn from q one after the other, each time without those drawn before, rank by rank.
+Only the last two have a q.
+"""
 
 
 class Drafter(Protocol):
@@ -33,6 +50,11 @@ class Drafter(Protocol):
     """
 
     name: ClassVar[str]
+
+    @property
+    def proposals(self) -> str:
+        """One of ``PROPOSALS``."""
+        ...
 
     @property
     def shape(self) -> StaticTree | Best:
@@ -64,7 +86,11 @@ class Drafter(Protocol):
     def propose(
         self, draft: Draft, state: Any, pending: Array, key: Array
     ) -> tuple[Tree, Array | None, Draft]:
-        """A tree below ``pending`` [B]; q is None where candidates are chosen without chance."""
+        """A tree below ``pending`` [B] and its q [B, N, V], row v for the children of v, or None.
+
+        q are the probabilities that the candidates were drawn with, where ``proposals`` says that
+        they were drawn. ``key``: [B] keys, or None where the target is greedy.
+        """
         ...
 
     def observe(self, draft: Draft, tree: Tree, choice: Any, hidden: Array) -> Draft:
@@ -82,6 +108,10 @@ class Shaped:
     tree: str | StaticTree | Best
 
     name: ClassVar[str]
+
+    @property
+    def proposals(self) -> str:
+        return "fixed"
 
     @property
     def shape(self) -> StaticTree | Best:
