@@ -15,7 +15,7 @@ PACKAGE, KERNELS = ROOT / "treejax", ROOT / "pallas_kernels"
 # From the bottom up. A module may import from the lines above its own, and from its own line.
 LAYERS = [
     "shapes config stats text tensors",
-    "tree sampling delta_rule parameters",
+    "tree sampling processing history settings delta_rule parameters",
     "paths policies",
     "state layers",
     "model mtp",
