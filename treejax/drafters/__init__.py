@@ -2,7 +2,8 @@
 
 ``base`` says what a drafter is, ``topologies`` names tree shapes. ``mtp``, ``suffix`` and their mix
 ``mtp+suffix`` draft for use, ``scripted`` for tests and controlled ablations, ``plain`` proposes
-nothing. ``head`` and ``lookup`` hold what the first three share.
+nothing. ``head`` and ``lookup`` hold what the first three share; a ``ResponseStore`` keeps finished
+responses for later requests.
 """
 
 import dataclasses
@@ -11,8 +12,10 @@ from treejax.drafters.base import Draft, Drafter, Shaped
 from treejax.drafters.lookup import Lookup
 from treejax.drafters.mtp import MTP
 from treejax.drafters.mtp_suffix import MTPSuffix
+from treejax.drafters.mtp_tree import MTPTree
 from treejax.drafters.plain import Plain
 from treejax.drafters.scripted import Scripted
+from treejax.drafters.store import ResponseStore
 from treejax.drafters.suffix import Suffix
 from treejax.drafters.topologies import Best, Hydra, StaticTree, parse
 
@@ -25,7 +28,9 @@ __all__ = [
     "Hydra",
     "Lookup",
     "MTPSuffix",
+    "MTPTree",
     "Plain",
+    "ResponseStore",
     "Scripted",
     "StaticTree",
     "Suffix",
@@ -33,7 +38,13 @@ __all__ = [
     "parse",
 ]
 
-REGISTRY = {"mtp": MTP, "suffix": Suffix, "mtp+suffix": MTPSuffix, "scripted": Scripted}
+REGISTRY = {
+    "mtp": MTP,
+    "mtp_tree": MTPTree,
+    "suffix": Suffix,
+    "mtp+suffix": MTPSuffix,
+    "scripted": Scripted,
+}
 
 
 def make_drafter(

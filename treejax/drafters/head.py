@@ -1,203 +1,104 @@
-"""The MTP head at work in the loop: its cache, which follows the accepted path, and drafting.
+"""Trees of fixed shape filled by the MTP head, level by level, over the cache of ``head_cache``."""
 
-Row t of the cache holds the pair of h_t and x_{t+1}, always computed from the target's own hidden
-row: accepted hidden rows wait until the token after the last one is known, and the next proposal
-begins by turning them all into cache rows. Rows of candidates stay outside the cache, so that a
-rejection needs no rollback and full acceptance no repair.
-"""
-
-from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
-from jax import lax
 
 from treejax import layers
-from treejax.config import ModelConfig
-from treejax.drafters.base import Draft, path_tokens
+from treejax.drafters.base import Draft
+from treejax.drafters.candidates import drawn, head_sampling, ranked, target_noise
+from treejax.drafters.head_cache import (
+    HeadMemory,
+    Passes,
+    empty_head,
+    observe_head,
+    prime_head,
+)
 from treejax.drafters.topologies import StaticTree
-from treejax.mtp import head
-from treejax.sampling import first_argmax
+from treejax.drafters.vocabulary import head_weights, to_full, to_tokens
 from treejax.shapes import Array
-from treejax.tree import Tree
 
-
-class HeadMemory(struct.PyTreeNode):
-    """The head's cache, and what waits to enter it.
-
-    Attributes:
-      keys, values: [B, S + 1, Hkv, D]; row S is a spare that absorbs writes of inactive rows.
-      rows: [B] int32, pairs in the cache.
-      waiting: [B, W, H] hidden rows that follow them, W = the tree's depth + 1.
-      after: [B, W] int32, the token after each; unknown after the last, the pending token.
-      count: [B] int32, how many wait; ``rows + count`` is the committed length.
-    """
-
-    keys: Array
-    values: Array
-    rows: Array
-    waiting: Array
-    after: Array
-    count: Array
-
-
-def head_weights(drafter: str, model: Any) -> dict[str, Any]:
-    """References to what the head needs of the model's parameters.
-
-    Raises:
-      ValueError: the model has no MTP head.
-    """
-    if "mtp" not in model.params:
-        raise ValueError(
-            f"drafter {drafter!r} needs an MTP head, but this model has no mtp.* tensors; "
-            "use 'suffix', or no drafter"
-        )
-    return {
-        name: model.params[name] for name in ("mtp", "embed", "lm_head") if name in model.params
-    }
-
-
-def empty_head(
-    config: ModelConfig, dtype: Any, batch: int, max_length: int, depth: int
-) -> HeadMemory:
-    cache = (batch, max_length + 1, config.num_key_value_heads, config.head_dim)
-    return HeadMemory(
-        keys=jnp.zeros(cache, dtype),
-        values=jnp.zeros(cache, dtype),
-        rows=jnp.zeros(batch, jnp.int32),
-        waiting=jnp.zeros((batch, depth + 1, config.hidden_size), dtype),
-        after=jnp.zeros((batch, depth + 1), jnp.int32),
-        count=jnp.zeros(batch, jnp.int32),
-    )
-
-
-def prime_head(
-    draft: Draft, memory: HeadMemory, hidden: Array, tokens: Array, lengths: Array
-) -> HeadMemory:
-    """Take in hidden [B, T, H] of tokens [B, T], of which ``lengths`` [B] are real.
-
-    The new tokens complete the rows that wait; the last new hidden row waits in turn.
-    """
-    held = memory.waiting.shape[1]
-    steps = jnp.arange(held + tokens.shape[1], dtype=jnp.int32)[None, :]
-    count, lengths = memory.count[:, None], lengths.astype(jnp.int32)[:, None]
-    part = lengths > 0
-    known = jnp.where(part, count + lengths - 1, 0)  # pairs whose two halves are both known
-
-    every = jnp.concatenate([memory.waiting, hidden], axis=1)
-    source = jnp.where(steps < count, steps, jnp.minimum(held + steps - count, every.shape[1] - 1))
-    rows = jnp.take_along_axis(every, source[:, :, None], axis=1)
-    following = jnp.concatenate([memory.after, tokens.astype(jnp.int32)], axis=1)
-    shifted = jnp.minimum(held + steps - (count - 1), following.shape[1] - 1)
-    source = jnp.where(steps < count - 1, steps, shifted)
-    after = jnp.take_along_axis(following, source, axis=1)
-
-    memory = _store(draft, memory, rows, after, steps < known)
-    last = jnp.take_along_axis(hidden, jnp.maximum(lengths - 1, 0)[:, :, None], axis=1)
-    return memory.replace(
-        rows=memory.rows + known[:, 0],
-        waiting=jnp.where(part[:, :, None], memory.waiting.at[:, :1].set(last), memory.waiting),
-        count=jnp.where(part, 1, count)[:, 0],
-    )
+__all__ = [
+    "HeadMemory",
+    "draft_tokens",
+    "empty_head",
+    "fill_tree",
+    "head_weights",
+    "observe_head",
+    "prime_head",
+]
 
 
 def draft_tokens(
     draft: Draft, memory: HeadMemory, tree: StaticTree, pending: Array
 ) -> tuple[Array, HeadMemory]:
-    """Fill ``tree`` below ``pending`` [B] with the head's likeliest tokens: [B, N] int32.
+    """``fill_tree`` with the head's likeliest tokens: [B, N] int32, siblings differ."""
+    tokens, _, memory = fill_tree(draft, memory, tree, pending)
+    return tokens, memory
+
+
+def fill_tree(
+    draft: Draft,
+    memory: HeadMemory,
+    tree: StaticTree,
+    pending: Array,
+    draws: str = "top",
+    length: Array | None = None,
+    keys: Array | None = None,
+) -> tuple[Array, Array | None, HeadMemory]:
+    """Fill ``tree`` below ``pending`` [B]: tokens [B, N], q [B, N, V] or None, and the memory.
 
     The memory comes back with the waiting rows in its cache, not yet counted: proposing twice
     gives the same tree. One head pass and one ``lm_head`` product a level, over the nodes that
-    have children; siblings are the head's top candidates, so they differ.
-    """
-    weights, config = draft.weights, draft.config
-    pending = pending.astype(jnp.int32)
-    steps = jnp.arange(memory.waiting.shape[1], dtype=jnp.int32)[None, :]
-    last = jnp.maximum(memory.count - 1, 0)[:, None]
-    after = jnp.where(steps == last, pending[:, None], memory.after)
-    memory = _store(draft, memory, memory.waiting, after, steps < memory.count[:, None])
-    newest = jnp.take_along_axis(memory.waiting, last[:, :, None], axis=1)[:, 0]
-    past = memory.rows + memory.count - 1  # the newest pair is the tree's root and not its past
+    have children.
 
-    tokens, hidden = {0: pending}, {-1: newest}
+    Args:
+      draws: one of ``candidates.DRAWS``; the last two have a q.
+      length: [B] committed length, and keys [B]: needed to draw or to rank with noise; keys are
+        None where every sequence is greedy.
+    """
+    pending = pending.astype(jnp.int32)
+    passes, size = Passes(draft, memory, pending), draft.config.vocab_size
+    sampling = head_sampling(draft.weights, draft.sampling)
+    tokens, hidden = {0: pending}, {-1: passes.newest}
     drafted: list[int] = []
-    rows: list[tuple[Array, Array]] = []
+    q = None
     for depth in range(tree.max_depth):
         inner = [v for v in range(tree.capacity) if tree.depths[v] == depth and tree.children(v)]
         above = jnp.stack([hidden[tree.parents[v]] for v in inner], axis=1)
         chosen = jnp.stack([tokens[v] for v in inner], axis=1)
-        positions = jnp.broadcast_to((past + depth)[:, None], chosen.shape)
         drafted += inner
         mask = np.array([[v in path for v in drafted] for path in map(tree.path, inner)])
-        attend = _attend_drafted(memory, past, mask, tuple(rows))
-        outputs, made = head(config, weights, above, chosen, positions, attend)
-        rows.append(made)
-        best = _top(layers.logits(weights, outputs), max(len(tree.children(v)) for v in inner))
+        outputs = passes.level(above, chosen, depth, mask)
+        logits = layers.logits(draft.weights, outputs)
+        if draws in ("top", "coupled"):
+            g = None
+            if draws == "coupled" and keys is not None:
+                # A node of depth d draws the token at position length + 1 + d.
+                g = target_noise(draft.weights, sampling, keys, length + 1 + depth, size)
+            width = max(len(tree.children(v)) for v in inner)
+            columns = ranked(logits, sampling, g, width)
+        else:
+            slots = _slots(tree, inner, draws)
+            columns, rows = drawn(logits, sampling, keys, length, slots, draws == "iid")
+            q = jnp.zeros((len(pending), tree.capacity, size), jnp.float32) if q is None else q
+            q = q.at[:, np.array(inner)].set(to_full(draft.weights, rows, size))
+        best = to_tokens(draft.weights, columns)
         for i, v in enumerate(inner):
             hidden[v] = outputs[:, i]
             tokens |= {child: best[:, i, rank] for rank, child in enumerate(tree.children(v))}
-    return jnp.stack([tokens[v] for v in range(tree.capacity)], axis=1), memory
+    return jnp.stack([tokens[v] for v in range(tree.capacity)], axis=1), q, passes.memory
 
 
-def observe_head(memory: HeadMemory, tree: Tree, choice: Any, hidden: Array) -> HeadMemory:
-    """Count the rows that proposing stored; the accepted path's hidden rows wait now."""
-    room = memory.waiting.shape[1]
-    path = choice.path[:, :room]
-    path = jnp.pad(path, ((0, 0), (0, room - path.shape[1])), constant_values=-1)
-    part = (choice.length > 0)[:, None]
-    rows = jnp.take_along_axis(hidden, jnp.maximum(path, 0)[:, :, None], axis=1)
-    after = jnp.roll(path_tokens(tree, path), -1, axis=1)
-    return memory.replace(
-        rows=jnp.where(part[:, 0], memory.rows + memory.count, memory.rows),
-        waiting=jnp.where(part[:, :, None], rows.astype(memory.waiting.dtype), memory.waiting),
-        after=jnp.where(part, after, memory.after),
-        count=jnp.where(part[:, 0], choice.length.astype(jnp.int32), memory.count),
-    )
+def _slots(tree: StaticTree, inner: list[int], draws: str) -> Any:
+    """[m, count] rows that key the noise: each child's own, or the parent's for all its children.
 
-
-def _store(
-    draft: Draft, memory: HeadMemory, hidden: Array, after: Array, real: Array
-) -> HeadMemory:
-    """Write the pairs that follow the cache into it, where they are ``real`` [B, T].
-
-    The head has one layer, so that keys and values come before any attention: what attends here
-    goes nowhere and is never computed.
+    Past a node's last child it is repeated; what is drawn there is not used.
     """
-    steps = jnp.arange(after.shape[1], dtype=jnp.int32)[None, :]
-    positions = memory.rows[:, None] + steps
-    _, (keys, values) = head(
-        draft.config, draft.weights, hidden, after, positions, lambda q, k, v: q
-    )
-    slots = jnp.where(real, positions, memory.keys.shape[1] - 1)
-    batch = jnp.arange(slots.shape[0], dtype=jnp.int32)[:, None]
-    return memory.replace(
-        keys=memory.keys.at[batch, slots].set(keys, mode="promise_in_bounds"),
-        values=memory.values.at[batch, slots].set(values, mode="promise_in_bounds"),
-    )
-
-
-def _attend_drafted(
-    memory: HeadMemory, past: Array, mask: np.ndarray, earlier: tuple[tuple[Array, Array], ...]
-) -> Callable[[Array, Array, Array], Array]:
-    """Attention over ``past`` [B] cached rows, the earlier levels' rows and the level's own."""
-
-    def attend(q: Array, k: Array, v: Array) -> Array:
-        keys = jnp.concatenate([*(k for k, _ in earlier), k], axis=1)
-        values = jnp.concatenate([*(v for _, v in earlier), v], axis=1)
-        in_axes = (0, 0, 0, None, 0, 0, 0)
-        cache = memory.keys, memory.values, past
-        return jax.vmap(layers.attend, in_axes=in_axes)(q, keys, values, jnp.array(mask), *cache)
-
-    return attend
-
-
-def _top(scores: Array, count: int) -> Array:
-    """The ``count`` best of scores [B, m, V], best first, the lowest id on a tie: [B, m, count]."""
-    if count == 1:
-        return first_argmax(scores)[..., None]
-    # XLA on a CPU knows a top-k by the slice behind its sort. Slices taken from the result would
-    # merge with that one and leave a sort of the whole vocabulary, at every level.
-    return lax.optimization_barrier(lax.top_k(scores, count)[1])
+    width = max(len(tree.children(v)) for v in inner)
+    if draws == "iid":
+        every = [tree.children(v) for v in inner]
+    else:
+        every = [(v,) for v in inner]
+    return jnp.array([(*row, *row[-1:] * (width - len(row))) for row in every], jnp.int32)

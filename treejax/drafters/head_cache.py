@@ -1,0 +1,171 @@
+"""The MTP head's cache, which follows the accepted path.
+
+Row t of the cache holds the pair of h_t and x_{t+1}, always computed from the target's own hidden
+row: accepted hidden rows wait until the token after the last one is known, and the next proposal
+begins by turning them all into cache rows. Rows of candidates stay outside the cache, so that a
+rejection needs no rollback and full acceptance no repair.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from treejax import layers
+from treejax.config import ModelConfig
+from treejax.drafters.base import Draft, path_tokens
+from treejax.mtp import head
+from treejax.shapes import Array
+from treejax.tree import Tree
+
+
+class HeadMemory(struct.PyTreeNode):
+    """The head's cache, and what waits to enter it.
+
+    Attributes:
+      keys, values: [B, S + 1, Hkv, D]; row S is a spare that absorbs writes of inactive rows.
+      rows: [B] int32, pairs in the cache.
+      waiting: [B, W, H] hidden rows that follow them, W = the tree's depth + 1.
+      after: [B, W] int32, the token after each; unknown after the last, the pending token.
+      count: [B] int32, how many wait; ``rows + count`` is the committed length.
+    """
+
+    keys: Array
+    values: Array
+    rows: Array
+    waiting: Array
+    after: Array
+    count: Array
+
+
+def empty_head(
+    config: ModelConfig, dtype: Any, batch: int, max_length: int, depth: int
+) -> HeadMemory:
+    cache = (batch, max_length + 1, config.num_key_value_heads, config.head_dim)
+    return HeadMemory(
+        keys=jnp.zeros(cache, dtype),
+        values=jnp.zeros(cache, dtype),
+        rows=jnp.zeros(batch, jnp.int32),
+        waiting=jnp.zeros((batch, depth + 1, config.hidden_size), dtype),
+        after=jnp.zeros((batch, depth + 1), jnp.int32),
+        count=jnp.zeros(batch, jnp.int32),
+    )
+
+
+def prime_head(
+    draft: Draft, memory: HeadMemory, hidden: Array, tokens: Array, lengths: Array
+) -> HeadMemory:
+    """Take in hidden [B, T, H] of tokens [B, T], of which ``lengths`` [B] are real.
+
+    The new tokens complete the rows that wait; the last new hidden row waits in turn.
+    """
+    held = memory.waiting.shape[1]
+    steps = jnp.arange(held + tokens.shape[1], dtype=jnp.int32)[None, :]
+    count, lengths = memory.count[:, None], lengths.astype(jnp.int32)[:, None]
+    part = lengths > 0
+    known = jnp.where(part, count + lengths - 1, 0)  # pairs whose two halves are both known
+
+    every = jnp.concatenate([memory.waiting, hidden], axis=1)
+    source = jnp.where(steps < count, steps, jnp.minimum(held + steps - count, every.shape[1] - 1))
+    rows = jnp.take_along_axis(every, source[:, :, None], axis=1)
+    following = jnp.concatenate([memory.after, tokens.astype(jnp.int32)], axis=1)
+    shifted = jnp.minimum(held + steps - (count - 1), following.shape[1] - 1)
+    source = jnp.where(steps < count - 1, steps, shifted)
+    after = jnp.take_along_axis(following, source, axis=1)
+
+    memory = _store(draft, memory, rows, after, steps < known)
+    last = jnp.take_along_axis(hidden, jnp.maximum(lengths - 1, 0)[:, :, None], axis=1)
+    return memory.replace(
+        rows=memory.rows + known[:, 0],
+        waiting=jnp.where(part[:, :, None], memory.waiting.at[:, :1].set(last), memory.waiting),
+        count=jnp.where(part, 1, count)[:, 0],
+    )
+
+
+def observe_head(memory: HeadMemory, tree: Tree, choice: Any, hidden: Array) -> HeadMemory:
+    """Count the rows that proposing stored; the accepted path's hidden rows wait now."""
+    room = memory.waiting.shape[1]
+    path = choice.path[:, :room]
+    path = jnp.pad(path, ((0, 0), (0, room - path.shape[1])), constant_values=-1)
+    part = (choice.length > 0)[:, None]
+    rows = jnp.take_along_axis(hidden, jnp.maximum(path, 0)[:, :, None], axis=1)
+    after = jnp.roll(path_tokens(tree, path), -1, axis=1)
+    return memory.replace(
+        rows=jnp.where(part[:, 0], memory.rows + memory.count, memory.rows),
+        waiting=jnp.where(part[:, :, None], rows.astype(memory.waiting.dtype), memory.waiting),
+        after=jnp.where(part, after, memory.after),
+        count=jnp.where(part[:, 0], choice.length.astype(jnp.int32), memory.count),
+    )
+
+
+class Passes:
+    """Head passes below one pending token a sequence; lives while one program is traced.
+
+    Attributes:
+      memory: with the waiting rows in its cache, not yet counted: proposing twice gives the same.
+      newest: [B, H] hidden row above the root, the target's own.
+      past: [B] int32 cached rows that every candidate sees; the newest pair is the root.
+    """
+
+    def __init__(self, draft: Draft, memory: HeadMemory, pending: Array):
+        steps = jnp.arange(memory.waiting.shape[1], dtype=jnp.int32)[None, :]
+        last = jnp.maximum(memory.count - 1, 0)[:, None]
+        after = jnp.where(steps == last, pending[:, None], memory.after)
+        self.memory = _store(draft, memory, memory.waiting, after, steps < memory.count[:, None])
+        self.newest = jnp.take_along_axis(memory.waiting, last[:, :, None], axis=1)[:, 0]
+        self.past = memory.rows + memory.count - 1
+        self._draft, self._made = draft, []
+
+    def level(self, above: Array, tokens: Array, depth: int, mask: Any) -> Array:
+        """The head's rows at ``m`` nodes of one depth: h' [B, m, H].
+
+        Args:
+          above: [B, m, H] hidden rows above the nodes: h' of their parents, or ``newest``.
+          tokens: [B, m] int32, the nodes' own.
+          mask: [m, M] or [B, m, M] bool: which of the M rows passed so far, this level's included,
+            lie on each node's path.
+        """
+        positions = jnp.broadcast_to((self.past + depth)[:, None], tokens.shape)
+        attend = _attend_drafted(self.memory, self.past, jnp.asarray(mask), self._made)
+        weights, config = self._draft.weights, self._draft.config
+        outputs, made = head(config, weights, above, tokens, positions, attend)
+        self._made = [*self._made, made]
+        return outputs
+
+
+def _store(
+    draft: Draft, memory: HeadMemory, hidden: Array, after: Array, real: Array
+) -> HeadMemory:
+    """Write the pairs that follow the cache into it, where they are ``real`` [B, T].
+
+    The head has one layer, so that keys and values come before any attention: what attends here
+    goes nowhere and is never computed.
+    """
+    steps = jnp.arange(after.shape[1], dtype=jnp.int32)[None, :]
+    positions = memory.rows[:, None] + steps
+    _, (keys, values) = head(
+        draft.config, draft.weights, hidden, after, positions, lambda q, k, v: q
+    )
+    slots = jnp.where(real, positions, memory.keys.shape[1] - 1)
+    batch = jnp.arange(slots.shape[0], dtype=jnp.int32)[:, None]
+    return memory.replace(
+        keys=memory.keys.at[batch, slots].set(keys, mode="promise_in_bounds"),
+        values=memory.values.at[batch, slots].set(values, mode="promise_in_bounds"),
+    )
+
+
+def _attend_drafted(
+    memory: HeadMemory, past: Array, mask: Array, earlier: Sequence[tuple[Array, Array]]
+) -> Callable[[Array, Array, Array], Array]:
+    """Attention over ``past`` [B] cached rows, the earlier levels' rows and the level's own."""
+
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        keys = jnp.concatenate([*(k for k, _ in earlier), k], axis=1)
+        values = jnp.concatenate([*(v for _, v in earlier), v], axis=1)
+        in_axes = (0, 0, 0, 0 if mask.ndim == 3 else None, 0, 0, 0)
+        cache = memory.keys, memory.values, past
+        return jax.vmap(layers.attend, in_axes=in_axes)(q, keys, values, mask, *cache)
+
+    return attend
