@@ -7,6 +7,7 @@ is never told which state policy verifies its trees.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol
 
 import jax.numpy as jnp
@@ -100,6 +101,10 @@ class Drafter(Protocol):
         """
         ...
 
+    def learn(self, tokens: Sequence[int]) -> None:
+        """Take in a finished response, on the host: generations begun later may draw on it."""
+        ...
+
 
 @dataclasses.dataclass(frozen=True)
 class Shaped:
@@ -123,6 +128,9 @@ class Shaped:
         if isinstance(self.shape, Best):
             raise refuse_tree(self.name, "trees of fixed shape", self.shape)
         return self.shape
+
+    def learn(self, tokens: Sequence[int]) -> None:
+        """Most drafters keep nothing beyond a generation."""
 
     @property
     def capacity(self) -> int:

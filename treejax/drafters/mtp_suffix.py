@@ -15,6 +15,7 @@ import numpy as np
 from flax import struct
 
 from treejax.drafters.base import Draft, Shaped, path_tokens, refuse_tree
+from treejax.drafters.committed import Committed, append, extend, no_text
 from treejax.drafters.head import (
     HeadMemory,
     draft_tokens,
@@ -23,7 +24,8 @@ from treejax.drafters.head import (
     observe_head,
     prime_head,
 )
-from treejax.drafters.lookup import History, Lookup, append, empty_history, extend, look_up, walk
+from treejax.drafters.lookup import Lookup, Matches, find_best
+from treejax.drafters.prefixes import chain_score, walk
 from treejax.drafters.topologies import Best, Hydra, StaticTree
 from treejax.shapes import Array
 from treejax.tree import Tree
@@ -35,7 +37,7 @@ class HybridMemory(struct.PyTreeNode):
     """The head's cache and the text, about the same committed tokens."""
 
     head: HeadMemory
-    history: History
+    text: Committed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,13 +62,13 @@ class MTPSuffix(Shaped):
     def init(self, model: Any, batch: int, max_length: int) -> Draft:
         weights = head_weights(self.name, model)
         head = empty_head(model.config, model.dtype, batch, max_length, self.max_depth)
-        memory = HybridMemory(head=head, history=empty_history(batch, max_length))
+        memory = HybridMemory(head=head, text=no_text(batch, max_length))
         return Draft(weights=weights, memory=memory, config=model.config)
 
     def prime(self, draft: Draft, hidden: Array, tokens: Array, lengths: Array) -> Draft:
         head = prime_head(draft, draft.memory.head, hidden, tokens, lengths)
-        history = append(draft.memory.history, tokens, lengths)
-        return draft.replace(memory=HybridMemory(head=head, history=history))
+        text = append(draft.memory.text, tokens, lengths)
+        return draft.replace(memory=HybridMemory(head=head, text=text))
 
     def propose(
         self, draft: Draft, state: Any, pending: Array, key: Array
@@ -77,7 +79,7 @@ class MTPSuffix(Shaped):
         tokens = jnp.full((len(pending), hydra.capacity), -1, jnp.int32)
         tokens = tokens.at[:, jnp.array(hydra.near_rows)].set(drafted)
         chains = _chains(hydra)
-        found = self._continuations(memory.history, tokens, chains)
+        found = self._continuations(draft, memory.text, tokens, chains)
         for i, (_, rows) in enumerate(chains):
             tokens = tokens.at[:, jnp.array(rows)].set(found[:, i, : len(rows)])
         return hydra.supported(tokens), None, draft.replace(memory=memory.replace(head=head))
@@ -85,19 +87,25 @@ class MTPSuffix(Shaped):
     def observe(self, draft: Draft, tree: Tree, choice: Any, hidden: Array) -> Draft:
         head = observe_head(draft.memory.head, tree, choice, hidden)
         accepted = path_tokens(tree, choice.path)
-        history = append(draft.memory.history, accepted, choice.length)
-        return draft.replace(memory=HybridMemory(head=head, history=history))
+        text = append(draft.memory.text, accepted, choice.length)
+        return draft.replace(memory=HybridMemory(head=head, text=text))
 
-    def _continuations(self, history: History, tokens: Array, chains: list[_Chain]) -> Array:
+    def _continuations(
+        self, draft: Draft, history: Committed, tokens: Array, chains: list[_Chain]
+    ) -> Array:
         """What the text holds below each chain's path: [B, chains, depth], -1 where nothing."""
         depth = max(len(rows) for _, rows in chains)
         longest = max(len(path) for path, _ in chains)
         padded = np.array([path + path[-1:] * (longest - len(path)) for path, _ in chains])
         counts = np.array([len(path) for path, _ in chains], np.int32)
 
+        def score(group: Matches) -> Array:
+            return chain_score(group, self.lookup)
+
         def one(text: Array, length: Array, extra: Array, count: Array) -> Array:
             context = extend(text, length, extra)
-            return walk(look_up(context, length + count, self.lookup, depth))
+            found = find_best(context, length + count, self.lookup, depth, score, draft.weights)
+            return walk(found, self.lookup.least_value)[0]
 
         chained = jax.vmap(one, in_axes=(None, None, 0, 0))
         batched = jax.vmap(chained, in_axes=(0, 0, 0, None))
