@@ -16,7 +16,6 @@ from treejax.drafters.mtp_tree import MTPTree
 from treejax.drafters.plain import Plain
 from treejax.drafters.scripted import Scripted
 from treejax.drafters.store import ResponseStore
-from treejax.drafters.store import ResponseStore
 from treejax.drafters.suffix import Suffix
 from treejax.drafters.topologies import Best, Hydra, StaticTree, parse
 
@@ -31,7 +30,6 @@ __all__ = [
     "MTPSuffix",
     "MTPTree",
     "Plain",
-    "ResponseStore",
     "ResponseStore",
     "Scripted",
     "StaticTree",
