@@ -30,7 +30,7 @@ def follow(tokens, parents, draws):
 
 @jax.jit
 def _walk(tree, draws):
-    return jax.vmap(lambda t, y: walk(t, lambda node, depth: y[node]))(tree, draws)
+    return jax.vmap(lambda t, y: walk(t, lambda node, depth, _: y[node]))(tree, draws)
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 12))
@@ -189,10 +189,15 @@ def test_bfloat16_ties_go_to_the_lowest_id_as_in_float32():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"rule": "typical"}, "rule 'typical' is unknown, expected one of: match"),
+        ({"rule": "mach"}, "rule 'mach' is unknown, expected one of: match, multi_step"),
+        ({"rule": "typical", "q": jnp.ones((1, 3, 5))}, "rule 'typical' does not read q"),
+        ({"q": jnp.ones((1, 3, 5))}, "rule 'match' does not read q: leave it out, or use one of"),
+        ({"rule": "multi_step"}, "rule 'multi_step' needs q, the probabilities"),
+        ({"rule": "block", "q": jnp.ones((1, 3, 4))}, "q has shape (1, 3, 4) and type float32"),
+        ({"rule": "traversal", "q": jnp.ones((1, 3, 5))}, "must know how siblings were drawn"),
         ({"sampling": Sampling(1.0)}, "sampling needs a key"),
         ({"sampling": Sampling(1.0), "key": jax.random.key(0)}, "sampling needs a position"),
-        ({"sampling": Sampling(0.0, frequency_penalty=0.5)}, "frequency_penalty is not supported"),
+        ({"sampling": Sampling(0.0, frequency_penalty=0.5)}, "need the history of the sequence"),
         ({"logits": jnp.zeros((2, 3))}, "logits have shape (2, 3), expected (B, N, V)"),
         ({"logits": jnp.zeros((1, 4, 5))}, "the tree's (B, N) = (1, 3)"),
         ({"logits": jnp.zeros((1, 3, 5), jnp.int32)}, "logits are of type int32"),

@@ -96,7 +96,7 @@ def total_variation(a, b):
 
 
 _walk_every_draw = jax.jit(
-    jax.vmap(lambda tree, y: walk(tree, lambda node, depth: y[node]), in_axes=(None, 0))
+    jax.vmap(lambda tree, y: walk(tree, lambda node, depth, _: y[node]), in_axes=(None, 0))
 )
 
 
