@@ -1,4 +1,4 @@
-"""Sampling against a float64 NumPy oracle written here, and the noise against its law.
+"""Filters and draws against the float64 law of ``sampling_oracle``, and the noise against its own.
 
 Significance: every chi-square uses fixed seeds and asks for p > 0.001, so it is deterministic; the
 same tests reject wrong laws far below 1e-6 (shown where it matters).
@@ -12,35 +12,12 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from sampling_oracle import law
 from scipy import stats
 
 from treejax.sampling import GREEDY, Sampling, draw, noise, process, sample
 
 DRAWS = 20_000
-
-
-def oracle(logits, temperature=1.0, min_p=0.0, top_k=None, top_p=1.0):
-    """(probabilities, margin): float64, one row; margin is the distance to the nearest cut."""
-    x = np.asarray(logits, np.float32).astype(np.float64)
-    if temperature == 0:
-        return np.eye(len(x))[int(np.argmax(x))], 1.0
-    p = np.exp((x - x.max()) / temperature)
-    p /= p.sum()
-    keep = p >= min_p * p.max()
-    margin = np.abs(p / p.max() - min_p).min() if min_p > 0 else 1.0
-    if top_k is not None:
-        keep &= x >= sorted(x, reverse=True)[min(top_k, len(x)) - 1]
-    p = np.where(keep, p, 0.0) / p[keep].sum()
-    if top_p < 1:
-        mass, kept = 0.0, np.zeros(len(x), bool)
-        for level in sorted(set(x[keep]), reverse=True):
-            if mass >= top_p:
-                break
-            kept |= keep & (x == level)
-            mass += p[keep & (x == level)].sum()
-            margin = min(margin, abs(mass - top_p))
-        p = np.where(kept, p, 0.0) / p[kept].sum()
-    return p, margin
 
 
 def probabilities(logits, **settings):
@@ -88,7 +65,7 @@ settings_strategy = {
 @given(rows(), st.fixed_dictionaries(settings_strategy))
 def test_process_agrees_with_float64(logits, settings):
     settings = {k: float(np.float32(v)) if k != "top_k" else v for k, v in settings.items()}
-    expected, margin = oracle(logits, **settings)
+    expected, margin = law(logits, **settings)
     assume(margin > 1e-5)  # nearer to a cut, float32 (1e-7 a term, 33 terms) may fall either side
     data = Sampling(**{k: np.asarray(v) for k, v in settings.items()}).prepared()
     z = _process_all(logits, data.temperature, data.min_p, data.top_k, data.top_p)
@@ -102,10 +79,10 @@ def test_process_agrees_with_float64(logits, settings):
 def test_process_ignores_the_order_of_tokens(logits, settings, random):
     order = random.sample(range(len(logits)), len(logits))
     # A sum in another order may differ in its last bits; at temperature 0 ties do go by id.
-    assume(oracle(logits, **settings)[1] > 1e-5 and settings["temperature"] > 0)
-    data = [jnp.asarray(v) for v in settings.values()]
-    z = _process_all(jnp.asarray(logits), *data)
-    permuted = _process_all(jnp.asarray(logits[order]), *data)
+    assume(law(logits, **settings)[1] > 1e-5 and settings["temperature"] > 0)
+    data = {name: jnp.asarray(value) for name, value in settings.items()}  # in any order
+    z = _process_all(jnp.asarray(logits), **data)
+    permuted = _process_all(jnp.asarray(logits[order]), **data)
     np.testing.assert_array_equal(z[jnp.asarray(order)], permuted)
 
 
@@ -125,7 +102,7 @@ def test_process_ignores_the_order_of_tokens(logits, settings, random):
 def test_each_stage_alone_and_together(settings):
     logits = np.array([1.5, -0.5, 2.0, 0.25, 2.0, -3.0, 0.5], np.float32)
     settings = {"temperature": 1.0} | settings
-    expected, _ = oracle(logits, **settings)
+    expected, _ = law(logits, **settings)
     np.testing.assert_allclose(probabilities(logits, **settings), expected, rtol=1e-6, atol=1e-30)
 
 
@@ -159,7 +136,7 @@ def test_ties_are_kept_by_value():
 def test_masked_tokens_stay_masked_and_small_weights_survive_top_p_1():
     masked = np.array([-np.inf, 1.0, -np.inf, 0.0], np.float32)
     p = probabilities(masked, temperature=1.0, top_k=4, top_p=0.9999, min_p=0.01)
-    np.testing.assert_allclose(p, oracle([-1e9, 1.0, -1e9, 0.0])[0], rtol=1e-6)
+    np.testing.assert_allclose(p, law([-1e9, 1.0, -1e9, 0.0])[0], rtol=1e-6)
     # Weights of 1e-9 vanish from a float32 sum; top_p = 1 given as data must keep them.
     light = jnp.asarray([21.0, 0.0, 0.0])
     z = process(light, Sampling(np.ones(()), top_p=np.ones(())).prepared())
@@ -170,7 +147,7 @@ def test_masked_tokens_stay_masked_and_small_weights_survive_top_p_1():
 def test_extreme_temperatures_stay_finite(temperature):
     logits = jnp.asarray([300.0, -200.0, 299.0, 1e-3])
     p = probabilities(logits, temperature=temperature)
-    expected = oracle(logits, temperature=temperature)[0]
+    expected = law(logits, temperature=temperature)[0]
     np.testing.assert_allclose(p, expected, atol=1e-6)  # four equal probabilities in float32
 
 
@@ -224,7 +201,7 @@ def test_draws_follow_the_law_at_positions_1_to_4(settings):
     sampling = Sampling(**{name: np.asarray(value) for name, value in data.items()}).prepared()
     keys = jax.random.split(jax.random.key(1), DRAWS)
     tokens = np.asarray(_draw_everywhere(logits, sampling, keys, jnp.arange(1, 5)))
-    p, _ = oracle(logits, **settings)
+    p, _ = law(logits, **settings)
     for column in tokens.T:
         assert chi_square(np.bincount(column, minlength=9), p) > 0.001
     # Positions are independent: a key used twice would put every pair on the diagonal.
@@ -232,7 +209,7 @@ def test_draws_follow_the_law_at_positions_1_to_4(settings):
         pairs = np.bincount(tokens[:, i] * 9 + tokens[:, j], minlength=81)
         assert chi_square(*pool(pairs, np.outer(p, p).ravel())) > 0.001
     # The same counts refuse a temperature that is 15 % off.
-    wrong, _ = oracle(logits, **settings | {"temperature": 1.15 * settings["temperature"]})
+    wrong, _ = law(logits, **settings | {"temperature": 1.15 * settings["temperature"]})
     if (wrong[p > 0] > 0).all():
         assert chi_square(np.bincount(tokens[:, 0], minlength=9), wrong) < 1e-6
 

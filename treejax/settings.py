@@ -111,9 +111,7 @@ def prepare_bias(value: Any, vocabulary: int | None) -> Any:
         if any(isinstance(bias, Tracer) for bias in biases):
             raise _traced("logit_bias")
         for token, bias in zip(ids, biases, strict=True):
-            if not isinstance(bias, numbers.Real) and np.ndim(bias) == 0:
-                bias = np.asarray(bias)[()]
-            if not isinstance(bias, numbers.Real) or isinstance(bias, bool):
+            if np.ndim(bias) > 0 or not isinstance(np.asarray(bias)[()], int | float | np.number):
                 raise ValueError(f"logit_bias of token {token} is {bias!r}, expected a number")
             _check_bias(np.asarray([bias], np.float64), lambda _, token=token: token)
             dense[token] = bias
