@@ -11,7 +11,8 @@ are the hybrid itself, ``families`` and ``checkpoint`` its files.
 
 from treejax.checkpoint import load_model, save_model
 from treejax.config import ModelConfig
-from treejax.engine import Generation, Piece, complete, stream
+from treejax.engine import Generation, complete, stream
+from treejax.loop import Piece
 from treejax.model import Model, Output, prefill, score
 from treejax.policies.choose import choose_policy
 from treejax.sampling import Sampling, sample

@@ -15,11 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treejax.engine import CACHE_ROWS, run
+from treejax.history import begin, extend
+from treejax.loop import CACHE_ROWS, run, settle
 from treejax.model import Model, prefill
 from treejax.policies import make_policy
 from treejax.requests import Request
-from treejax.sampling import Sampling, noise, process
+from treejax.sampling import Sampling, adjust, noise, per_sequence, process
 from treejax.state import State, init_state
 from treejax.stats import Stats
 from treejax.steps.publish import publish
@@ -223,7 +224,7 @@ def plain_scores(
     seed: int,
 ) -> np.ndarray:
     """What plain decoding takes the argmax of after ``tokens``: logits, or z + g when sampling."""
-    sampling = (Sampling() if sampling is None else sampling).prepared()
+    sampling = settle(model, (), sampling)
     position = len(prompt) + len(tokens)
     rows = min(-(-position // CACHE_ROWS) * CACHE_ROWS, model.config.max_position_embeddings)
     state = init_state(model.config, 1, rows, model.dtype, policy)
@@ -235,7 +236,25 @@ def plain_scores(
         out, scratch = verify(model, state, tree)
         state = publish(model, state, tree, scratch, root)
         logits = out.logits[0, 0]
-    if sampling.temperature is None:
-        return np.asarray(logits)
-    key, at = jax.random.key(seed), jnp.int32(position)
-    return np.asarray(process(logits, sampling) + noise(key, at, logits.shape[-1]))
+    return _scores(logits, sampling, prompt, tokens, seed)
+
+
+def _scores(
+    logits: jax.Array,
+    sampling: Sampling,
+    prompt: Sequence[int],
+    tokens: Sequence[int],
+    seed: int,
+) -> np.ndarray:
+    """What is compared when the token after ``tokens`` is drawn from ``logits`` [V]."""
+    vocabulary, history = logits.shape[-1], None
+    if sampling.needs_history:
+        history = begin(jnp.asarray([prompt]), jnp.array([len(prompt)]), vocabulary)
+        if len(tokens):
+            history = extend(history, jnp.asarray([tokens]), jnp.array([len(tokens)]))
+    at = len(prompt) + len(tokens)
+    settings, keys, position = per_sequence(1, sampling, jax.random.key(seed)[None], at, vocabulary)
+    if keys is None or position is None:
+        return np.asarray(jax.vmap(adjust)(logits[None], settings, history)[0])
+    weights = jax.vmap(process)(logits[None], settings, history)[0]
+    return np.asarray(weights + noise(keys[0], position[0], vocabulary))

@@ -28,7 +28,7 @@ from treejax.cli.guard import Parser, run_command, say
 from treejax.cli.kernels import CHOICES, choose_implementation
 from treejax.cli.passages import read_passages
 from treejax.drafters import parse
-from treejax.engine import DEFAULT_DRAFTER, DEFAULT_TREE
+from treejax.loop import DEFAULT_DRAFTER, DEFAULT_TREE
 from treejax.policies import REGISTRY as POLICIES
 from treejax.policies.choose import DEFAULT
 from treejax.requests import make_requests

@@ -24,13 +24,14 @@ from treejax.cli.kernels import Chosen, choose_implementation, describe_implemen
 from treejax.drafters import REGISTRY as DRAFTERS
 from treejax.drafters import Drafter
 from treejax.drafters.topologies import FORMS, NAMED
-from treejax.engine import choose_drafter, run
 from treejax.families import REGISTRY as FAMILIES
+from treejax.loop import choose_drafter, run
 from treejax.model import Model
 from treejax.policies import REGISTRY as POLICIES
 from treejax.policies.choose import choose_policy
 from treejax.requests import Request, make_requests
 from treejax.state import State
+from treejax.steps.rules import REGISTRY as RULES
 
 NAME = "treejax.generate"
 
@@ -87,7 +88,12 @@ def generate(
 ) -> State | None:
     """Serve the request and print its text: the final state, None if interrupted or no step."""
     how = (policy, drafter, None, options.sampling, options.seed)
-    steps = run(model, [request], *how, warm_up=True, implementation=kernels.implementation)
+    steps = run(
+        *(model, [request], *how),
+        warm_up=True,
+        implementation=kernels.implementation,
+        rule=options.rule,
+    )
     printer = printing.TextPrinter(sys.stdout)
     if sys.stderr.isatty():  # the first run of new shapes is silent for a while
         say(NAME, "compiling what is not in the cache yet")
@@ -138,6 +144,9 @@ def list_choices() -> None:
         "drafters": ", ".join(name for name in DRAFTERS if name != "scripted")
         + "; scripted (from Python only: it needs the answers)",
         "trees": f"{', '.join(NAMED)}, {FORMS}",
+        "rules": ", ".join(
+            name if rule.lossless else f"{name} (lossy)" for name, rule in RULES.items()
+        ),
         "families": ", ".join(FAMILIES),
         "models": ", ".join(SHIPPED),
         "devices": f"{devices} ({jax.devices()[0].device_kind})",

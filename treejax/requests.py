@@ -30,7 +30,7 @@ class Request:
         self.logprobs: list[float] = []
         self.text = ""
         self.stats = Stats(finish_reason="interrupted" if budget else "length")
-        self._stop_ids = stop_ids
+        self.stop_ids = stop_ids
         self._decoder = text
 
     @property
@@ -49,7 +49,7 @@ class Request:
             self.tokens.append(token)
             self.logprobs.append(logprob)
             self.stats.tokens += 1
-            stopped = token in self._stop_ids
+            stopped = token in self.stop_ids
             freed = "" if stopped else self._decoder.push(token)
             if stopped or self._decoder.stopped:
                 self.stats.finish_reason = "stop"

@@ -20,6 +20,7 @@ class Stats:
       tokens: tokens delivered. steps: verify calls.
       prefill_s, decode_s, compile_s: seconds; the first two leave compilation out.
       state_bytes, scratch_bytes: durable state, and the policy's buffers while it verifies.
+      rule, lossless: the acceptance rule, and whether it keeps plain decoding's distribution.
       finish_reason: "stop", "length" or "interrupted".
     """
 
@@ -37,6 +38,8 @@ class Stats:
     policy: str = ""
     drafter: str = ""
     tree: str = ""
+    rule: str = "match"
+    lossless: bool = True
     implementation: str = "xla"
     device: str = ""
     finish_reason: str = "length"

@@ -138,10 +138,17 @@ class Tree(struct.PyTreeNode):
         """``keep_with_order`` without the order."""
         return self.keep_with_order(mask)[0]
 
-    def trim(self, limit: Array) -> "Tree":
-        """Drop the nodes deeper than ``limit`` [B]; 0 leaves the root alone, -1 nothing."""
+    def trim_with_order(self, limit: Array) -> tuple["Tree", Array]:
+        """Drop the nodes deeper than ``limit`` [B]; 0 leaves the root alone, -1 nothing.
+
+        Returns the tree and, per new row, the old row it came from: [B, N].
+        """
         depth = jax.vmap(lambda parent: depths(parent, self.max_depth))(self.parent)
-        return self.keep(depth <= limit[:, None])
+        return self.keep_with_order(depth <= limit[:, None])
+
+    def trim(self, limit: Array) -> "Tree":
+        """``trim_with_order`` without the order."""
+        return self.trim_with_order(limit)[0]
 
 
 class Topology(struct.PyTreeNode):

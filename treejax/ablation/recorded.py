@@ -7,7 +7,7 @@ One object a line, with exactly one of
   own chat template;
 * ``tokens``: token ids;
 
-and perhaps ``sampling`` (``temperature``, ``top_k``, ``top_p``, ``min_p``), ``max_tokens``,
+and perhaps ``sampling`` (``temperature`` and the other fields of ``Settings``), ``max_tokens``,
 ``seed`` and ``id``. Anything else is refused: a setting silently left out is another request.
 """
 
@@ -28,12 +28,15 @@ class Message:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How to draw; a temperature of 0 is greedy."""
+    """How to draw, as for ``treejax.Sampling``; a temperature of 0 is greedy."""
 
     temperature: float
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
 
     def sampling(self) -> Sampling:
         return Sampling(**dataclasses.asdict(self))

@@ -12,7 +12,7 @@ from treejax import agreement
 from treejax.ablation.base import GREEN, NEAR_TIE, RED, Row
 from treejax.agreement import Agreement, Recording, drain
 from treejax.drafters import Best, Drafter, make_drafter
-from treejax.engine import run
+from treejax.loop import run
 from treejax.model import Model
 from treejax.policies import Policy, make_policy
 from treejax.requests import Request

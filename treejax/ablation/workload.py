@@ -15,7 +15,7 @@ from treejax.checkpoint import find_folder, load_model
 from treejax.cli.chat import make_renderer
 from treejax.cli.kernels import choose_implementation
 from treejax.cli.passages import read_passages
-from treejax.engine import state_rows
+from treejax.loop import state_rows
 from treejax.model import Model
 from treejax.requests import make_requests
 from treejax.sampling import Sampling

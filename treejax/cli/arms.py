@@ -15,7 +15,7 @@ import numpy as np
 from treejax import agreement
 from treejax.agreement import Agreement, Recording
 from treejax.drafters import Scripted, make_drafter
-from treejax.engine import DEFAULT_DRAFTER, DEFAULT_TREE
+from treejax.loop import DEFAULT_DRAFTER, DEFAULT_TREE
 from treejax.model import Model
 from treejax.policies.choose import DEFAULT
 from treejax.sampling import Sampling

@@ -15,13 +15,20 @@ from treejax.cli.guard import Parser
 from treejax.cli.kernels import CHOICES
 from treejax.drafters import REGISTRY as DRAFTERS
 from treejax.drafters import make_drafter
-from treejax.engine import DEFAULT_DRAFTER, DEFAULT_POLICY, DEFAULT_TREE
+from treejax.engine import DEFAULT_POLICY
+from treejax.loop import DEFAULT_DRAFTER, DEFAULT_TREE
 from treejax.policies import REGISTRY as POLICIES
 from treejax.policies import make_policy
 from treejax.sampling import Sampling
+from treejax.steps.rules import REGISTRY as RULES
+from treejax.steps.rules import check_rule
 
 _FILTERS = ("top_k", "top_p", "min_p")
-_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+_PENALTIES = {
+    "repetition_penalty": "of tokens in prompt and text: z / X or z * X, 1 changes nothing",
+    "presence_penalty": "taken from tokens in the text, 0 changes nothing",
+    "frequency_penalty": "taken once for each occurrence in the text, 0 changes nothing",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +44,7 @@ class Options:
     prompt: str
     max_tokens: int
     sampling: Sampling
+    rule: str
     stop: tuple[str, ...]
     seed: int
     policy: str
@@ -83,10 +91,23 @@ def make_parser() -> argparse.ArgumentParser:
     draw.add_argument("--top-k", type=int, metavar="K")
     draw.add_argument("--top-p", type=float, metavar="P")
     draw.add_argument("--min-p", type=float, metavar="P")
-    for name in _PENALTIES:
-        draw.add_argument(
-            "--" + name.replace("_", "-"), type=float, metavar="X", help="not supported yet"
-        )
+    draw.add_argument(
+        "--exact-top-k", action="store_true", help="exactly K tokens; otherwise ties are kept"
+    )
+    for name, meaning in _PENALTIES.items():
+        draw.add_argument("--" + name.replace("_", "-"), type=float, metavar="X", help=meaning)
+    draw.add_argument(
+        "--logit-bias",
+        action="append",
+        default=[],
+        metavar="ID=X",
+        help="added to a token's logit; may be given several times",
+    )
+    for name, meaning in (("allow", "draw only these tokens"), ("ban", "never draw these tokens")):
+        draw.add_argument(f"--{name}-tokens", metavar="ID,ID", help=meaning)
+    draw.add_argument(
+        "--min-tokens", type=int, metavar="N", help="no end token before so many tokens"
+    )
     draw.add_argument("--seed", type=int, default=0, metavar="N", help="default 0")
 
     how = parser.add_argument_group("how to decode")
@@ -99,6 +120,12 @@ def make_parser() -> argparse.ArgumentParser:
         "--drafter",
         help=f"{', '.join(DRAFTERS)}; default {DEFAULT_DRAFTER} where "
         "the model has an MTP head, else suffix",
+    )
+    how.add_argument(
+        "--rule",
+        choices=tuple(RULES),
+        default="match",
+        help="which candidates are accepted; match, the default, emits plain decoding's own text",
     )
     how.add_argument("--tree", metavar="SHAPE", help=f"default {DEFAULT_TREE}; see --list")
     how.add_argument("--plain", action="store_true", help="draft nothing: one token a step")
@@ -148,12 +175,14 @@ def read_options(arguments: Sequence[str]) -> Options | None:
         given.profile.mkdir(parents=True, exist_ok=True)
     drafter = None if given.plain else given.drafter or "auto"
     if drafter != "auto":
-        make_drafter(drafter, given.tree)
+        made = make_drafter(drafter, given.tree)
+        check_rule(given.rule, made.proposals, made.shape)
     return Options(
         checkpoint=given.checkpoint,
         prompt=_read_prompt(given.prompt, given.prompt_file),
         max_tokens=given.max_tokens,
         sampling=_sampling(given),
+        rule=given.rule,
         stop=tuple(given.stop),
         seed=given.seed,
         policy=given.policy,
@@ -177,19 +206,45 @@ def _check_together(given: argparse.Namespace) -> None:
     for name in ("drafter", "tree"):
         if given.plain and getattr(given, name) is not None:
             raise ValueError(f"--plain drafts nothing: leave out --{name}, or --plain")
+    if given.check and given.rule != "match":
+        raise ValueError("--check compares texts, and only rule match keeps plain's: leave it out")
+    if given.plain and given.rule != "match":
+        raise ValueError("--plain has no candidates to accept: leave out --rule, or --plain")
     if given.plain and given.check:
         raise ValueError("--check compares with plain decoding: leave out --plain, or --check")
 
 
 def _sampling(given: argparse.Namespace) -> Sampling:
-    names = ("temperature", *_FILTERS, *_PENALTIES)
-    sampling = Sampling(**{name: getattr(given, name) for name in names})
-    sampling.prepared()
+    numbers = ("temperature", *_FILTERS, *_PENALTIES, "min_tokens")
+    sampling = Sampling(
+        **{name: getattr(given, name) for name in numbers},
+        exact_top_k=given.exact_top_k,
+        logit_bias=dict(map(_bias, given.logit_bias)) or None,
+        allowed_tokens=_ids("--allow-tokens", given.allow_tokens),
+        banned_tokens=_ids("--ban-tokens", given.ban_tokens),
+    )
     for name in _FILTERS:
         if given.temperature == 0 and getattr(given, name) is not None:
             flag = name.replace("_", "-")
             raise ValueError(f"--{flag} has no effect at temperature 0 (greedy): add --temperature")
+    if given.exact_top_k and given.top_k is None:
+        raise ValueError("--exact-top-k has no effect without --top-k: add it, or leave it out")
     return sampling
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, value = text.partition("=")
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise ValueError(f"--logit-bias {text!r} is malformed, expected ID=NUMBER") from None
+
+
+def _ids(option: str, text: str | None) -> tuple[int, ...] | None:
+    try:
+        return None if text is None else tuple(map(int, text.split(",")))
+    except ValueError:
+        raise ValueError(f"{option} {text!r} is malformed, expected token ids: 5,17") from None
 
 
 def _read_prompt(text: str | None, file: Path | None) -> str:

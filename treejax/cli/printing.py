@@ -9,7 +9,7 @@ import sys
 from typing import Any, TextIO
 
 from treejax.drafters import Best, Drafter
-from treejax.engine import Piece
+from treejax.loop import Piece
 from treejax.stats import Stats
 
 _ACCEPTED, _PLAIN = "\x1b[32m", "\x1b[0m"
@@ -97,6 +97,9 @@ def stats_text(
         lines.append(("drafted", "nothing: the drafter found no candidate in any step"))
     memory = f"scratch {_mebibytes(stats.scratch_bytes)}", f"state {_mebibytes(stats.state_bytes)}"
     lines.append(("memory", *memory))
+    if stats.rule != "match":
+        keeps = "keeps plain decoding's distribution" if stats.lossless else "LOSSY: another one"
+        lines.append(("rule", stats.rule, keeps))
     if why is not None:
         lines.append(("policy", f"{stats.policy}: {why}"))
     if notice is not None:

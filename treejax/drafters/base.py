@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from treejax.config import ModelConfig
+from treejax.drafters.pace import Steady
 from treejax.drafters.topologies import Best, StaticTree, parse
 from treejax.sampling import Sampling
 from treejax.shapes import Array
@@ -101,8 +102,24 @@ class Drafter(Protocol):
         """
         ...
 
+    def rest(self, draft: Draft, pending: Array) -> Draft:
+        """In place of ``propose``: nothing is proposed, and the root alone is observed next."""
+        ...
+
     def learn(self, tokens: Sequence[int]) -> None:
         """Take in a finished response, on the host: generations begun later may draw on it."""
+        ...
+
+    @property
+    def forms(self) -> tuple[Any, ...]:
+        """The drafters that the loop may run, step by step, over one memory; mostly just this one.
+
+        All are static under jit, and a step is compiled for each.
+        """
+        ...
+
+    def pace(self) -> Any:
+        """What says which form runs next, for one run of the loop; see ``drafters.pace``."""
         ...
 
 
@@ -129,8 +146,19 @@ class Shaped:
             raise refuse_tree(self.name, "trees of fixed shape", self.shape)
         return self.shape
 
+    def rest(self, draft: Draft, pending: Array) -> Draft:
+        """Most drafters have nothing to do before a step that drafts nothing."""
+        return draft
+
     def learn(self, tokens: Sequence[int]) -> None:
         """Most drafters keep nothing beyond a generation."""
+
+    @property
+    def forms(self) -> tuple[Any, ...]:
+        return (self,)
+
+    def pace(self) -> Steady:
+        return Steady()
 
     @property
     def capacity(self) -> int:

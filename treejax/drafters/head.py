@@ -14,6 +14,7 @@ from treejax.drafters.head_cache import (
     empty_head,
     observe_head,
     prime_head,
+    rest_head,
 )
 from treejax.drafters.topologies import StaticTree
 from treejax.drafters.vocabulary import head_weights, to_full, to_tokens
@@ -27,6 +28,7 @@ __all__ = [
     "head_weights",
     "observe_head",
     "prime_head",
+    "rest_head",
 ]
 
 

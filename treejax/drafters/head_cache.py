@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax import lax
 
 from treejax import layers
 from treejax.config import ModelConfig
@@ -30,6 +31,8 @@ class HeadMemory(struct.PyTreeNode):
       waiting: [B, W, H] hidden rows that follow them, W = the tree's depth + 1.
       after: [B, W] int32, the token after each; unknown after the last, the pending token.
       count: [B] int32, how many wait; ``rows + count`` is the committed length.
+      stored: [B] int32, how many of them proposing has put into the cache, from the first on; they
+        are counted in ``rows`` by observing.
     """
 
     keys: Array
@@ -38,6 +41,7 @@ class HeadMemory(struct.PyTreeNode):
     waiting: Array
     after: Array
     count: Array
+    stored: Array
 
 
 def empty_head(
@@ -51,6 +55,7 @@ def empty_head(
         waiting=jnp.zeros((batch, depth + 1, config.hidden_size), dtype),
         after=jnp.zeros((batch, depth + 1), jnp.int32),
         count=jnp.zeros(batch, jnp.int32),
+        stored=jnp.zeros(batch, jnp.int32),
     )
 
 
@@ -85,19 +90,47 @@ def prime_head(
 
 
 def observe_head(memory: HeadMemory, tree: Tree, choice: Any, hidden: Array) -> HeadMemory:
-    """Count the rows that proposing stored; the accepted path's hidden rows wait now."""
+    """Count the rows that proposing stored; what else waited and the accepted path wait now."""
     room = memory.waiting.shape[1]
     path = choice.path[:, :room]
     path = jnp.pad(path, ((0, 0), (0, room - path.shape[1])), constant_values=-1)
     part = (choice.length > 0)[:, None]
     rows = jnp.take_along_axis(hidden, jnp.maximum(path, 0)[:, :, None], axis=1)
     after = jnp.roll(path_tokens(tree, path), -1, axis=1)
+
+    stored = memory.stored[:, None]
+    kept = memory.count[:, None] - stored
+    steps = jnp.arange(room, dtype=jnp.int32)[None, :]
+    source = jnp.where(steps < kept, stored + steps, room + steps - kept)
+    every = jnp.concatenate([memory.waiting, rows.astype(memory.waiting.dtype)], axis=1)
+    following = jnp.concatenate([memory.after, after], axis=1)
+    waiting = jnp.take_along_axis(every, source[:, :, None], axis=1)
     return memory.replace(
-        rows=jnp.where(part[:, 0], memory.rows + memory.count, memory.rows),
-        waiting=jnp.where(part[:, :, None], rows.astype(memory.waiting.dtype), memory.waiting),
-        after=jnp.where(part, after, memory.after),
-        count=jnp.where(part[:, 0], choice.length.astype(jnp.int32), memory.count),
+        rows=jnp.where(part[:, 0], memory.rows + memory.stored, memory.rows),
+        waiting=jnp.where(part[:, :, None], waiting, memory.waiting),
+        after=jnp.where(part, jnp.take_along_axis(following, source, axis=1), memory.after),
+        count=jnp.where(part, kept + choice.length[:, None], memory.count[:, None])[:, 0],
+        stored=jnp.zeros_like(memory.stored),
     )
+
+
+def rest_head(draft: Draft, memory: HeadMemory, pending: Array) -> HeadMemory:
+    """Propose nothing: the pending token [B] is what follows the newest row.
+
+    Hidden rows go on waiting, so that plain steps cost the head nothing, until a sequence has no
+    room for one more.
+    """
+    memory = memory.replace(after=_after(memory, pending.astype(jnp.int32)))
+
+    def flush(memory: HeadMemory) -> HeadMemory:
+        steps = jnp.arange(memory.waiting.shape[1], dtype=jnp.int32)[None, :]
+        real = steps < memory.count[:, None]
+        stored = _store(draft, memory, memory.waiting, memory.after, real)
+        return stored.replace(stored=memory.count)
+
+    full = (memory.count >= memory.waiting.shape[1]).any()
+    nothing = memory.replace(stored=jnp.zeros_like(memory.stored))
+    return lax.cond(full, flush, lambda _: nothing, memory)
 
 
 class Passes:
@@ -112,8 +145,9 @@ class Passes:
     def __init__(self, draft: Draft, memory: HeadMemory, pending: Array):
         steps = jnp.arange(memory.waiting.shape[1], dtype=jnp.int32)[None, :]
         last = jnp.maximum(memory.count - 1, 0)[:, None]
-        after = jnp.where(steps == last, pending[:, None], memory.after)
-        self.memory = _store(draft, memory, memory.waiting, after, steps < memory.count[:, None])
+        after, real = _after(memory, pending), steps < memory.count[:, None]
+        stored = _store(draft, memory, memory.waiting, after, real)
+        self.memory = stored.replace(stored=memory.count)
         self.newest = jnp.take_along_axis(memory.waiting, last[:, :, None], axis=1)[:, 0]
         self.past = memory.rows + memory.count - 1
         self._draft, self._made = draft, []
@@ -133,6 +167,13 @@ class Passes:
         outputs, made = head(config, weights, above, tokens, positions, attend)
         self._made = [*self._made, made]
         return outputs
+
+
+def _after(memory: HeadMemory, pending: Array) -> Array:
+    """``memory.after`` [B, W] once the token after the newest row is known: the pending one."""
+    steps = jnp.arange(memory.waiting.shape[1], dtype=jnp.int32)[None, :]
+    last = jnp.maximum(memory.count - 1, 0)[:, None]
+    return jnp.where(steps == last, pending[:, None], memory.after)
 
 
 def _store(

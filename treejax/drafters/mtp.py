@@ -15,6 +15,7 @@ from treejax.drafters.head import (
     head_weights,
     observe_head,
     prime_head,
+    rest_head,
 )
 from treejax.drafters.topologies import Best, StaticTree
 from treejax.drafters.vocabulary import check_vocabulary
@@ -73,3 +74,6 @@ class MTP(Shaped):
 
     def observe(self, draft: Draft, tree: Tree, choice: Any, hidden: Array) -> Draft:
         return draft.replace(memory=observe_head(draft.memory, tree, choice, hidden))
+
+    def rest(self, draft: Draft, pending: Array) -> Draft:
+        return draft.replace(memory=rest_head(draft, draft.memory, pending))

@@ -23,6 +23,7 @@ from treejax.drafters.head_cache import (
     empty_head,
     observe_head,
     prime_head,
+    rest_head,
 )
 from treejax.drafters.topologies import Best, StaticTree
 from treejax.drafters.vocabulary import check_vocabulary, head_weights, to_tokens
@@ -131,6 +132,9 @@ class MTPTree(Shaped):
 
     def observe(self, draft: Draft, tree: Tree, choice: Any, hidden: Array) -> Draft:
         return draft.replace(memory=observe_head(draft.memory, tree, choice, hidden))
+
+    def rest(self, draft: Draft, pending: Array) -> Draft:
+        return draft.replace(memory=rest_head(draft, draft.memory, pending))
 
     def grow(
         self, draft: Draft, pending: Array, keys: Array | None, length: Array | None

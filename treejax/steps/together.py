@@ -14,14 +14,17 @@ from jax import lax
 
 from treejax import layers
 from treejax.config import ModelConfig
-from treejax.drafters.base import Draft
+from treejax.drafters.base import Draft, path_tokens
+from treejax.history import History, extend
 from treejax.model import prefill_block
-from treejax.sampling import Sampling, sample
+from treejax.sampling import Sampling, per_sequence, sample
 from treejax.shapes import Array
 from treejax.state import State
 from treejax.steps.publish import publish_path
+from treejax.steps.rules.base import Rule
 from treejax.steps.select import Choice, select
 from treejax.steps.verify import verify_trees
+from treejax.tree import Tree
 
 
 class Emission(struct.PyTreeNode):
@@ -41,14 +44,18 @@ class Emission(struct.PyTreeNode):
 
 
 class Carry(struct.PyTreeNode):
-    """What goes around the loop: the state, the drafter's memory, the pending tokens [B]."""
+    """What goes around the loop: the state, the drafter's memory, the pending tokens [B].
+
+    ``history`` is there if a setting of the sampling reads it.
+    """
 
     state: State
     memory: Any
     pending: Array
+    history: History | None = None
 
 
-@functools.partial(jax.jit, static_argnames=("config", "drafter"), donate_argnames="carry")
+@functools.partial(jax.jit, static_argnames=("config", "drafter", "rule"), donate_argnames="carry")
 def step(
     config: ModelConfig,
     drafter: Any,
@@ -59,22 +66,34 @@ def step(
     keys: Array,
     sampling: Sampling,
     want_logprobs: Array,
+    rule: Rule,
 ) -> tuple[Carry, Emission]:
     """One step of every sequence; ``carry`` is donated.
 
     limit: [B] how deep a candidate may lie; 0 leaves the root, -1 leaves the sequence out: no row
       of its tree is active, and kernels pass over it.
     """
-    state, draft = carry.state, Draft(weights=weights, memory=carry.memory, config=config)
-    taking_part = limit >= 0
+    state, history, taking_part = carry.state, carry.history, limit >= 0
+    own, noisy, _ = per_sequence(state.batch, sampling, keys, state.length, config.vocab_size)
+    draft = Draft(weights=weights, memory=carry.memory, config=config, sampling=own)
 
-    tree, _, draft = drafter.propose(draft, state, carry.pending, keys)
-    tree = tree.trim(limit)
+    tree, q, draft = drafter.propose(draft, state, carry.pending, noisy)
+    tree, q = _trim(tree, q, limit)
     out, scratch = verify_trees(config, params, state, tree)
-    choice = select(tree, out.logits, sampling=sampling, key=keys, position=state.length)
+    choice = select(
+        *(tree, out.logits),
+        sampling=sampling,
+        key=keys,
+        position=state.length,
+        history=history,
+        rule=rule,
+        q=q if rule.needs_q else None,
+    )
     choice = choice.mask(taking_part)
     state = publish_path(state, scratch, choice)
     draft = drafter.observe(draft, tree, choice, out.hidden)
+    if history is not None:
+        history = extend(history, path_tokens(tree, choice.path), choice.length)
 
     tokens, count = choice.emitted(tree)
     emission = Emission(
@@ -89,7 +108,14 @@ def step(
         ),
     )
     pending = jnp.where(taking_part, choice.pending, carry.pending)
-    return Carry(state=state, memory=draft.memory, pending=pending), emission
+    carry = Carry(state=state, memory=draft.memory, pending=pending, history=history)
+    return carry, emission
+
+
+def _trim(tree: Tree, q: Array | None, limit: Array) -> tuple[Tree, Array | None]:
+    """``tree.trim``, and the rows of q [B, N, V] where the tree's went."""
+    tree, order = tree.trim_with_order(limit)
+    return tree, None if q is None else jnp.take_along_axis(q, order[:, :, None], axis=1)
 
 
 def path_logprobs(logits: Array, choice: Choice, tokens: Array) -> Array:
@@ -120,10 +146,15 @@ def absorb(
 
 @jax.jit
 def first_token(
-    logits: Array, sampling: Sampling, keys: Array, position: Array, want_logprobs: Array
+    logits: Array,
+    sampling: Sampling,
+    keys: Array,
+    position: Array,
+    history: History | None,
+    want_logprobs: Array,
 ) -> tuple[Array, Array]:
     """The token after the prompt [B] and its log-probability, 0 unless asked for."""
-    token = sample(logits, sampling=sampling, key=keys, position=position)
+    token = sample(logits, sampling=sampling, key=keys, position=position, history=history)
     logp = lax.cond(
         want_logprobs,
         lambda: jnp.take_along_axis(jax.nn.log_softmax(logits), token[:, None], axis=1)[:, 0],

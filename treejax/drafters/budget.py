@@ -1,0 +1,122 @@
+"""A budget for drafting: how many candidates, step by step, and none where drafting does not pay.
+
+Several drafters of growing size share one memory and one model; the loop compiles a step for each
+and runs the one from which measured costs and measured acceptance promise most tokens a second
+(``pace``). Without a draft a step is plain decoding, at its price.
+"""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+
+from treejax.drafters.base import Draft, Drafter
+from treejax.drafters.mtp import MTP
+from treejax.drafters.mtp_tree import MTPTree
+from treejax.drafters.pace import Ledger, Pace
+from treejax.drafters.resting import Resting
+from treejax.drafters.topologies import Best, StaticTree
+from treejax.shapes import Array
+from treejax.tree import Tree
+
+SIZES = (MTP("chain2"), MTP("chain5"), MTPTree("best15x7"), MTPTree("best31x8"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """Chooses among ``sizes`` and no draft at all.
+
+    Attributes:
+      sizes: drafters of growing capacity that keep the same memory: the head's, say.
+      patience: steps without a draft after which one is made all the same.
+      ledger: figures that outlive a call; by default an object's calls share its own.
+    """
+
+    sizes: tuple[Any, ...] = SIZES
+    patience: int = 64
+    ledger: Ledger = dataclasses.field(default=None, compare=False)  # type: ignore[assignment]
+
+    name: ClassVar[str] = "budget"
+
+    def __post_init__(self):
+        if not self.sizes or self.patience < 1:
+            raise ValueError(
+                "drafter 'budget' needs sizes to choose from, and patience of 1 or more"
+            )
+        capacities = [size.capacity for size in self.sizes]
+        if sorted(set(capacities)) != capacities or capacities[0] < 2:
+            raise ValueError(
+                f"drafter 'budget' has sizes of {capacities} rows, expected growing ones"
+            )
+        if len({size.proposals for size in self.sizes}) > 1:
+            raise ValueError("drafter 'budget' has sizes that draw differently, expected one way")
+        if self.ledger is None:
+            object.__setattr__(self, "ledger", Ledger(1 + len(self.sizes)))
+        if len(self.ledger) != 1 + len(self.sizes):
+            raise ValueError(
+                f"drafter 'budget' has {len(self.sizes)} sizes and a ledger of {len(self.ledger)} "
+                "forms, expected one more than sizes: plain decoding is the first"
+            )
+
+    @property
+    def _deepest(self) -> Drafter:
+        return max(self.sizes, key=lambda size: size.max_depth)
+
+    @property
+    def forms(self) -> tuple[Any, ...]:
+        """What the loop may run: no draft, then the sizes."""
+        return (Resting(inner=self._deepest), *self.sizes)
+
+    @property
+    def proposals(self) -> str:
+        return self.sizes[0].proposals
+
+    @property
+    def shape(self) -> StaticTree | Best:
+        return self.sizes[-1].shape
+
+    @property
+    def capacity(self) -> int:
+        return self.sizes[-1].capacity
+
+    @property
+    def max_depth(self) -> int:
+        return self._deepest.max_depth
+
+    def pace(self) -> Pace:
+        return Pace(self.ledger, self.patience)
+
+    def init(self, model: Any, batch: int, max_length: int) -> Draft:
+        """Memory of the deepest size, which has room for the others.
+
+        Raises:
+          ValueError: a size cannot serve the model, or keeps another memory.
+        """
+        made = self._deepest.init(model, batch, max_length)
+        expected = jax.tree.structure((made.memory, made.weights))
+        for size in self.sizes:
+            other = jax.eval_shape(lambda size=size: size.init(model, batch, max_length))
+            if jax.tree.structure((other.memory, other.weights)) != expected:
+                raise ValueError(
+                    f"drafter 'budget': {size.name!r} and {self._deepest.name!r} keep different "
+                    "memories, expected sizes of one kind"
+                )
+        return made
+
+    def prime(self, draft: Draft, hidden: Array, tokens: Array, lengths: Array) -> Draft:
+        return self._deepest.prime(draft, hidden, tokens, lengths)
+
+    def propose(
+        self, draft: Draft, state: Any, pending: Array, key: Array
+    ) -> tuple[Tree, Array | None, Draft]:
+        """The largest size's proposal; the loop calls its ``forms`` instead."""
+        return self.sizes[-1].propose(draft, state, pending, key)
+
+    def observe(self, draft: Draft, tree: Tree, choice: Any, hidden: Array) -> Draft:
+        return self.sizes[-1].observe(draft, tree, choice, hidden)
+
+    def rest(self, draft: Draft, pending: Array) -> Draft:
+        return self._deepest.rest(draft, pending)
+
+    def learn(self, tokens: Any) -> None:
+        self._deepest.learn(tokens)

@@ -1,0 +1,245 @@
+"""The loop: propose, verify, select, publish, until every sequence has what it asked for.
+
+``steps.together.step`` is those four in one compiled program. Around it the host only carries out
+what needs a host: exact budgets, stop tokens, text. Plain decoding is the same step with a drafter
+that proposes nothing.
+"""
+
+import logging
+import time
+from collections.abc import Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from treejax.drafters import Drafter, make_drafter
+from treejax.history import begin
+from treejax.model import Model, check_prompt, prompt_blocks
+from treejax.policies import Policy, kernel_problem, make_policy
+from treejax.policies.choose import choose_policy
+from treejax.requests import Request
+from treejax.sampling import Sampling
+from treejax.shapes import Array
+from treejax.state import State, init_state, state_bytes
+from treejax.stats import Stats
+from treejax.steps.rules import rule_for
+from treejax.steps.rules.base import Rule
+from treejax.steps.together import Carry, Emission, absorb, first_token, step
+
+_log = logging.getLogger(__name__)
+
+CACHE_ROWS = 256
+"""States are allocated in multiples of this, so that nearby lengths share compiled programs."""
+
+DEFAULT_DRAFTER, DEFAULT_TREE = "mtp+suffix", "hydra8"
+"""What drafts unless asked otherwise, where the model has an MTP head; "suffix" elsewhere."""
+
+
+class Piece(NamedTuple):
+    """What ``stream`` yields: the tokens of a step, and the text that became certain with each.
+
+    Attributes:
+      texts: per token; empty while a character or a possible stop string is incomplete.
+      tokens: the step's tokens.
+      drafted: per token, whether a drafter had proposed it.
+    """
+
+    texts: tuple[str, ...]
+    tokens: tuple[int, ...]
+    drafted: tuple[bool, ...]
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+
+def run(
+    model: Model,
+    requests: list[Request],
+    policy: str | Policy,
+    drafter: Any,
+    tree: Any,
+    sampling: Sampling | None,
+    seed: int | Sequence[int],
+    logprobs: bool = False,
+    warm_up: bool = False,
+    implementation: str = "auto",
+    max_length: int | None = None,
+    rule: str | Rule = "match",
+) -> Generator[list[Piece], None, State | None]:
+    """Serve requests of one batch to their end, and yield a list of pieces a step, one a request.
+
+    All programs are compiled before the first token is computed; no step compiles afterwards. The
+    return value is the state after the last step, which holds every token but the pending ones; it
+    is None if nothing was asked for. ``warm_up`` also runs the programs once before, without
+    effect: the first run of a program is slow, and would count as decoding in a new process.
+    ``max_length`` is how many tokens the state has room for: calls that share it share programs;
+    None takes as few steps of ``CACHE_ROWS`` as these requests need.
+
+    Raises:
+      ValueError: one line: a setting, or a ``max_length`` that is too small.
+    """
+    sampling = settle(model, requests, sampling)
+    drafter = choose_drafter(model, drafter, tree)
+    rule = rule_for(rule, drafter.proposals, drafter.shape)
+    if isinstance(policy, str) and policy == "auto":
+        pick = choose_policy(model.config, len(requests), drafter.capacity, implementation)
+        policy = pick.policy
+        _log.info("policy %s: %s", *pick)
+    unsupported = kernel_problem(model.config, drafter.capacity)
+    policy = make_policy(policy, implementation, unsupported)
+    keys = _keys(seed, len(requests))
+    prompts = [request.prompt for request in requests]
+    rows = max(len(r.prompt) + r.budget for r in requests)
+    if max_length is None:
+        max_length = state_rows(model, rows)
+    if max_length < rows:
+        raise ValueError(f"max_length is {max_length}, expected at least the {rows} tokens asked")
+    draft = drafter.init(model, len(requests), max_length)
+    for request in requests:
+        _name(request.stats, policy, drafter, rule)
+    if all(request.finished for request in requests):
+        return None
+
+    config, params, weights = model.config, model.params, draft.weights
+    state = init_state(config, len(requests), max_length, model.dtype, policy)
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    tokens = np.zeros((len(prompts), lengths.max()), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    check_prompt(config, state, tokens, lengths)
+    blocks = list(prompt_blocks(tokens, lengths))
+    logits = jnp.zeros((len(requests), config.vocab_size), jnp.float32)
+    carry = Carry(
+        state=state,
+        memory=draft.memory,
+        pending=jnp.zeros_like(state.length),
+        history=begin(tokens, lengths, config.vocab_size) if sampling.needs_history else None,
+    )
+    want = np.bool_(logprobs)
+
+    buffers, durable = policy.buffers(config, drafter.capacity, len(requests)), state_bytes(state)
+    started = time.perf_counter()
+    pace = drafter.pace()
+    settings = keys, sampling, want, rule
+    fixed = [(config, form, params, weights) for form in drafter.forms]
+    carry, logits = _prepare(fixed, carry, logits, blocks, settings, warm_up)
+    compiled = time.perf_counter()
+    for request in requests:
+        request.stats.compile_s = compiled - started
+        request.stats.state_bytes = durable
+        request.stats.scratch_bytes = sum(buffers.values())
+
+    for block, count in blocks:
+        carry, logits = absorb(*fixed[0], carry, logits, block, count)
+    start = carry.state.length, carry.history
+    pending, logprob = first_token(logits, sampling, keys, *start, want)
+    carry = carry.replace(pending=pending)
+    firsts, logprob = jax.device_get((pending, logprob))
+    seconds = time.perf_counter() - compiled
+    pieces = []
+    for request, token, value in zip(requests, firsts.tolist(), logprob.tolist(), strict=True):
+        request.stats.prefill_s = seconds
+        pieces.append(Piece(request.take([token], [value]), (token,), (False,)))
+    yield pieces
+
+    while not all(request.finished for request in requests):
+        started, limits, form = time.perf_counter(), _limits(requests), pace.choose()
+        carry, emission = step(*fixed[form], carry, limits, *settings)
+        emission = jax.device_get(emission)
+        seconds = time.perf_counter() - started
+        pace.record(form, seconds, float((emission.count - 1)[limits >= 0].mean()))
+        yield [_deliver(r, emission, row, seconds) for row, r in enumerate(requests)]
+    for request in requests:
+        drafter.learn(request.tokens)
+    return carry.state
+
+
+def settle(model: Model, requests: Sequence[Request], sampling: Sampling | None) -> Sampling:
+    """The settings as the steps take them; what may not come too early is what ends a request."""
+    sampling = Sampling() if sampling is None else sampling
+    if sampling.min_tokens is not None and sampling.end_tokens is None:
+        ends = set(model.config.eos_token_ids).union(*(r.stop_ids for r in requests))
+        sampling = sampling.replace(end_tokens=tuple(sorted(ends)))
+    return sampling.prepared(model.config.vocab_size)
+
+
+def state_rows(model: Model, tokens: int) -> int:
+    """Rows that a state of so many tokens is allocated with."""
+    return min(-(-tokens // CACHE_ROWS) * CACHE_ROWS, model.config.max_position_embeddings)
+
+
+def _prepare(
+    fixed: list[tuple[Any, ...]],
+    carry: Carry,
+    logits: Array,
+    blocks: list[tuple[np.ndarray, ...]],
+    settings: tuple[Any, ...],
+    warm_up: bool,
+) -> tuple[Carry, Array]:
+    """Compile all that the loop runs: a step for each form of the drafter, and what takes in the
+    prompt. Carry and logits come back with the values they had."""
+    nobody = np.full(carry.pending.shape, -1, np.int32)
+    variants = {block.shape[1]: (block, np.zeros_like(count)) for block, count in blocks}.values()
+    with ThreadPoolExecutor() as pool:  # one program compiles while the next is traced
+        jobs = [pool.submit(absorb.lower(*fixed[0], carry, logits, *v).compile) for v in variants]
+        for form in fixed:
+            jobs.append(pool.submit(step.lower(*form, carry, nobody, *settings).compile))
+        for job in jobs:
+            job.result()
+    keys, sampling, want, _ = settings
+    first_token(logits, sampling, keys, carry.state.length, carry.history, want)
+    if warm_up:  # prompts of no tokens, and a step that no sequence takes part in
+        for variant in variants:
+            carry, logits = absorb(*fixed[0], carry, logits, *variant)
+        for form in fixed:
+            carry, _ = step(*form, carry, nobody, *settings)
+    return jax.block_until_ready((carry, logits))
+
+
+def choose_drafter(model: Model, drafter: Any, tree: Any) -> Drafter:
+    """``make_drafter``, and "auto": the default drafter, or "suffix" without an MTP head."""
+    if drafter != "auto":
+        return make_drafter(drafter, tree)
+    if "mtp" not in model.params:
+        return make_drafter("suffix", tree)
+    return make_drafter(DEFAULT_DRAFTER, DEFAULT_TREE if tree is None else tree)
+
+
+def _deliver(request: Request, emission: Emission, row: int, seconds: float) -> Piece:
+    """Hand one sequence its share of a step, and count it."""
+    if request.finished:
+        return Piece((), (), ())
+    count = int(emission.count[row])
+    tokens = emission.tokens[row, :count].tolist()
+    texts = request.take(tokens, emission.logprobs[row, :count].tolist())
+    taken = len(texts)
+    accepted = min(taken, count - 1)
+    request.stats.count_step(int(emission.proposed[row]), accepted)
+    request.stats.decode_s += seconds
+    return Piece(texts, tuple(tokens[:taken]), tuple(i < count - 1 for i in range(taken)))
+
+
+def _limits(requests: list[Request]) -> np.ndarray:
+    return np.array([request.depth_limit for request in requests], np.int32)
+
+
+def _keys(seed: Any, batch: int) -> Array:
+    """One key a sequence; a single seed serves all, so that a stream is the same in any batch."""
+    seeds = [seed] * batch if np.ndim(seed) == 0 else list(seed)
+    if len(seeds) != batch:
+        raise ValueError(f"{len(seeds)} seeds for {batch} prompts, expected one, or one a prompt")
+    for value in seeds:
+        if not 0 <= value < 2**32:  # a larger one would be cut to these bits without a word
+            raise ValueError(f"seed is {value}, expected an integer in 0..{2**32 - 1}")
+    return jnp.stack([jax.random.key(int(value)) for value in seeds])
+
+
+def _name(stats: Stats, policy: Policy, drafter: Drafter, rule: Rule) -> None:
+    """Say what serves a request."""
+    stats.rule, stats.lossless = rule.name, rule.lossless
+    stats.policy, stats.drafter, stats.tree = policy.name, drafter.name, drafter.shape.name
+    stats.implementation, stats.device = policy.implementation, jax.devices()[0].device_kind
