@@ -1,20 +1,26 @@
 """Drafters: what proposes the trees that the model verifies.
 
-``base`` says what a drafter is, ``topologies`` names tree shapes. ``mtp``, ``suffix`` and their mix
-``mtp+suffix`` draft for use, ``scripted`` for tests and controlled ablations, ``plain`` proposes
-nothing. ``head`` and ``lookup`` hold what the first three share; a ``ResponseStore`` keeps finished
-responses for later requests.
+``base`` says what a drafter is, ``topologies`` names tree shapes. ``mtp``, ``mtp_tree``, ``suffix``
+and the mix ``mtp+suffix`` draft for use, ``scripted`` for tests and controlled ablations, ``plain``
+proposes nothing. ``budget`` and ``dcut`` decide how much of what others propose is verified.
+``head`` and ``lookup`` hold what several share; a ``ResponseStore`` keeps finished responses for
+later requests.
 """
 
 import dataclasses
 
+from treejax.drafters.adaptive import Mix
 from treejax.drafters.base import Draft, Drafter, Shaped
+from treejax.drafters.budget import Budget
+from treejax.drafters.dcut import DCut
 from treejax.drafters.lookup import Lookup
 from treejax.drafters.mtp import MTP
 from treejax.drafters.mtp_suffix import MTPSuffix
 from treejax.drafters.mtp_tree import MTPTree
 from treejax.drafters.plain import Plain
+from treejax.drafters.resting import Resting
 from treejax.drafters.scripted import Scripted
+from treejax.drafters.spec import convert, read_spec
 from treejax.drafters.store import ResponseStore
 from treejax.drafters.suffix import Suffix
 from treejax.drafters.topologies import Best, Hydra, StaticTree, parse
@@ -23,14 +29,18 @@ __all__ = [
     "MTP",
     "REGISTRY",
     "Best",
+    "Budget",
+    "DCut",
     "Draft",
     "Drafter",
     "Hydra",
     "Lookup",
     "MTPSuffix",
+    "Mix",
     "MTPTree",
     "Plain",
     "ResponseStore",
+    "Resting",
     "Scripted",
     "StaticTree",
     "Suffix",
@@ -43,6 +53,7 @@ REGISTRY = {
     "mtp_tree": MTPTree,
     "suffix": Suffix,
     "mtp+suffix": MTPSuffix,
+    "budget": Budget,
     "scripted": Scripted,
 }
 
@@ -52,22 +63,26 @@ def make_drafter(
 ) -> Drafter:
     """The drafter that ``REGISTRY`` names, or the object itself; ``tree`` replaces its own.
 
-    None is ``Plain``, which proposes nothing.
+    A name may bring settings: ``mtp[draws=coupled]``. None is ``Plain``, which proposes nothing.
 
     Raises:
-      ValueError: one line: an unknown name or tree, or a tree that this drafter cannot fill.
+      ValueError: one line: an unknown name, setting or tree, or a tree that cannot be filled.
     """
     if drafter is None:
         if tree is not None:
             raise ValueError(f"tree {tree!r} has no drafter to fill it, leave it out or name one")
         return Plain()
     if isinstance(drafter, str):
-        if drafter not in REGISTRY:
-            raise ValueError(
-                f"drafter {drafter!r} is unknown, expected one of: {', '.join(REGISTRY)}"
-            )
-        kind = REGISTRY[drafter]
-        return kind() if tree is None else kind(tree=tree)
+        name, settings = read_spec(drafter)
+        if name not in REGISTRY:
+            raise ValueError(f"drafter {name!r} is unknown, expected one of: {', '.join(REGISTRY)}")
+        kind = REGISTRY[name]
+        values = convert(kind, drafter, settings)
+        if tree is None:
+            return kind(**values)
+        if not issubclass(kind, Shaped):
+            raise ValueError(f"drafter {name!r} brings its own trees, leave out {tree!r}")
+        return kind(tree=tree, **values)
     if tree is None:
         return drafter
     if not isinstance(drafter, Shaped):
