@@ -5,6 +5,7 @@ same tests reject wrong laws far below 1e-6 (shown where it matters).
 """
 
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -197,8 +198,9 @@ def _draw_everywhere(logits, settings, keys, positions):
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_draws_follow_the_law_at_positions_1_to_4(settings):
     logits = jnp.asarray(np.random.default_rng(5).standard_normal(9) * 1.5, jnp.float32)
-    data = {"min_p": 0.0, "top_k": 9, "top_p": 1.0} | settings  # as arrays: one program for all
-    sampling = Sampling(**{name: np.asarray(value) for name, value in data.items()}).prepared()
+    data = {"min_p": 0.0, "top_k": 9, "top_p": 1.0} | settings
+    arrays: dict[str, Any] = {name: np.asarray(value) for name, value in data.items()}
+    sampling = Sampling(**arrays).prepared()  # as arrays: one program for all
     keys = jax.random.split(jax.random.key(1), DRAWS)
     tokens = np.asarray(_draw_everywhere(logits, sampling, keys, jnp.arange(1, 5)))
     p, _ = law(logits, **settings)

@@ -1,5 +1,7 @@
 """Settings: what is data and what is static, neutral values, and one line for every mistake."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -124,6 +126,7 @@ def test_histories_of_other_axes_are_refused_and_needless_ones_ignored():
         process(jnp.zeros(5), Sampling(presence_penalty=1.0).prepared())
 
 
+NOT_A_BOOL: Any = 1
 MISTAKES = [
     (Sampling(-0.1), "temperature is -0.1, expected a finite number >= 0 (0 is greedy)"),
     (Sampling(float("nan")), "temperature is nan"),
@@ -156,7 +159,7 @@ MISTAKES = [
         "end_tokens holds token 5, expected token ids in 0..4",
     ),
     (Sampling(exact_top_k=True), "exact_top_k has no top_k to act on"),
-    (Sampling(1.0, top_k=2, exact_top_k=1), "exact_top_k is 1, expected True or False"),
+    (Sampling(1.0, top_k=2, exact_top_k=NOT_A_BOOL), "exact_top_k is 1, expected True or False"),
     (Sampling(logit_bias={5: 1.0}), "logit_bias holds token 5, expected token ids in 0..4"),
     (Sampling(logit_bias={-1: 1.0}), "logit_bias holds token -1, expected token ids in 0..4"),
     (Sampling(logit_bias={"a": 1.0}), "logit_bias holds 'a', expected token ids"),
