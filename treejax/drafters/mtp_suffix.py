@@ -1,21 +1,28 @@
-"""The MTP head near the root, prompt lookup beyond it: the shape of LumoTree's drafter.
+"""The MTP head together with prompt lookup, in fixed roles or by what each is worth.
 
-The head fills a spine of its first choices with its runners-up beside them. What followed the
-context (history, pending token and spine) when it occurred before becomes the spine's tail, and
-likewise below the root's runners-up. Rows for which the text holds nothing are left out. Only the
-spine costs head passes (the tree of arXiv 2609.23900).
+``hydra`` trees have fixed roles, as LumoTree's drafter has (arXiv 2609.23900): the head fills a
+spine of its first choices with its runners-up beside them; what followed the context (text, pending
+token and spine) when it occurred before becomes the spine's tail, and likewise below the root's
+runners-up. ``bestNxD`` trees are adaptive: see ``adaptive``.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 
+from treejax.drafters.adaptive import (
+    CONDITIONAL,
+    Mix,
+    MixMemory,
+    empty_mix,
+    observe_mix,
+    propose_mix,
+)
 from treejax.drafters.base import Draft, Shaped, path_tokens, refuse_tree
-from treejax.drafters.committed import Committed, append, extend, no_text
+from treejax.drafters.committed import Committed, append, no_text
 from treejax.drafters.head import (
     HeadMemory,
     draft_tokens,
@@ -23,96 +30,145 @@ from treejax.drafters.head import (
     head_weights,
     observe_head,
     prime_head,
+    rest_head,
 )
-from treejax.drafters.lookup import Lookup, Matches, find_best
-from treejax.drafters.prefixes import chain_score, walk
+from treejax.drafters.head_cache import Passes
+from treejax.drafters.lookup import Lookup
+from treejax.drafters.store import ResponseStore, store_weights
+from treejax.drafters.tails import fill_tails
 from treejax.drafters.topologies import Best, Hydra, StaticTree
+from treejax.drafters.vocabulary import check_vocabulary
 from treejax.shapes import Array
 from treejax.tree import Tree
 
-type _Chain = tuple[tuple[int, ...], tuple[int, ...]]
+MOST_PASSES = 5
 
 
 class HybridMemory(struct.PyTreeNode):
-    """The head's cache and the text, about the same committed tokens."""
+    """The head's cache and the text, about the same committed tokens; ``mix`` if adaptive."""
 
     head: HeadMemory
     text: Committed
+    mix: MixMemory | None
 
 
 @dataclasses.dataclass(frozen=True)
 class MTPSuffix(Shaped):
-    """A hydra: spine and runners-up by the MTP head, tail and rescue chains by prompt lookup."""
+    """Head and lookup in one tree.
+
+    Attributes:
+      tree: a hydra with a tail or rescue chains, or ``bestNxD``: at most N candidates in any shape.
+      lookup, store: what is copied, from the text itself and from earlier responses, as they were
+        when a generation begins.
+      passes: head passes a step of a ``bestNxD`` tree: a number, or "conditional" for ``mix.most``
+        only where a match covers less than ``mix.covered`` tokens, and ``mix.few`` otherwise. None
+        is 5, or D if that is less; a hydra's spine says it by itself.
+      mix: how a ``bestNxD`` tree weighs its sources; None for the defaults.
+      vocabulary: token ids that the head drafts (``frequent_tokens`` counts them), None for all.
+    """
 
     tree: str | StaticTree | Best = "hydra8"
     lookup: Lookup = Lookup()
+    store: ResponseStore | None = None
+    passes: int | str | None = None
+    mix: Mix | None = None
+    # Left out of the hash, which jit takes at every call: tens of thousands of ids.
+    vocabulary: tuple[int, ...] | None = dataclasses.field(default=None, hash=False, repr=False)
 
     name: ClassVar[str] = "mtp+suffix"
 
     def __post_init__(self):
-        _ = self._hydra
+        shape = self.shape
+        if isinstance(shape, Best):
+            _ = self._passes
+        elif not isinstance(shape, Hydra) or not (shape.tail or shape.rescue):
+            takes = "bestNxD or hydra trees, such as hydra27 or hydra3x2+4/2"
+            raise refuse_tree(self.name, takes, shape)
+        elif self.passes is not None or self.mix is not None:
+            raise ValueError(
+                f"tree {shape.name!r} has fixed roles and as many head passes as its spine is "
+                "long: passes and mix have no effect, leave them out or take a bestNxD tree"
+            )
+        check_vocabulary(self.name, self.vocabulary)
 
     @property
-    def _hydra(self) -> Hydra:
-        shape = self.shape
-        if not isinstance(shape, Hydra) or not (shape.tail or shape.rescue):
-            raise refuse_tree(self.name, "hydra trees, such as hydra27 or hydra3x2+4/2", shape)
-        return shape
+    def _mix(self) -> Mix:
+        return Mix() if self.mix is None else self.mix
+
+    @property
+    def _passes(self) -> tuple[int, int]:
+        """Head passes of an adaptive tree, at least and at most."""
+        mix, depth = self._mix, self.max_depth
+        if self.passes == CONDITIONAL:
+            if mix.most > depth:
+                raise ValueError(
+                    f"{mix.most} head passes are too many for {self.shape.name!r}, "
+                    f"expected at most {depth}; lower mix.most or take a deeper tree"
+                )
+            if mix.covered > self.lookup.longest:
+                raise ValueError(
+                    f"matches of {mix.covered} tokens never occur in lookups of at most "
+                    f"{self.lookup.longest}; lower mix.covered or raise lookup.longest"
+                )
+            return mix.few, mix.most
+        count = min(MOST_PASSES, depth) if self.passes is None else self.passes
+        if not isinstance(count, int) or not 1 <= count <= depth:
+            raise ValueError(
+                f"passes is {count!r}, expected {CONDITIONAL!r} or a number from 1 to {depth} "
+                f"for {self.shape.name!r}"
+            )
+        return count, count
 
     def init(self, model: Any, batch: int, max_length: int) -> Draft:
-        weights = head_weights(self.name, model)
+        adaptive = isinstance(self.shape, Best)
+        widest = self._mix.width if adaptive else 1 + max(self.static_shape.ranks)
+        weights = head_weights(self.name, model, self.vocabulary, widest)
         head = empty_head(model.config, model.dtype, batch, max_length, self.max_depth)
-        memory = HybridMemory(head=head, text=no_text(batch, max_length))
+        mix = empty_mix(batch, self.lookup, self.max_depth) if adaptive else None
+        memory = HybridMemory(head=head, text=no_text(batch, max_length), mix=mix)
+        weights |= store_weights(self.store)
         return Draft(weights=weights, memory=memory, config=model.config)
 
     def prime(self, draft: Draft, hidden: Array, tokens: Array, lengths: Array) -> Draft:
-        head = prime_head(draft, draft.memory.head, hidden, tokens, lengths)
-        text = append(draft.memory.text, tokens, lengths)
-        return draft.replace(memory=HybridMemory(head=head, text=text))
+        memory = draft.memory
+        head = prime_head(draft, memory.head, hidden, tokens, lengths)
+        text, mix = append(memory.text, tokens, lengths), memory.mix
+        if mix is not None:
+            mix = mix.replace(active=mix.active | (lengths > 0))
+        return draft.replace(memory=HybridMemory(head=head, text=text, mix=mix))
 
     def propose(
-        self, draft: Draft, state: Any, pending: Array, key: Array
+        self, draft: Draft, state: Any, pending: Array, key: Array | None
     ) -> tuple[Tree, None, Draft]:
-        hydra, memory = self._hydra, draft.memory
-        near = Hydra(hydra.spine, hydra.width)
+        memory, pending = draft.memory, pending.astype(jnp.int32)
+        if isinstance(shape := self.shape, Best):
+            passes = Passes(draft, memory.head, pending)
+            known = (memory.text, memory.mix, pending)
+            settings = (shape, self.lookup, self._mix, *self._passes)
+            tree, mix = propose_mix(draft, passes, *known, *settings)
+            return tree, None, draft.replace(memory=memory.replace(head=passes.memory, mix=mix))
+        assert isinstance(shape, Hydra)
+        near = Hydra(shape.spine, shape.width)
         drafted, head = draft_tokens(draft, memory.head, near, pending)
-        tokens = jnp.full((len(pending), hydra.capacity), -1, jnp.int32)
-        tokens = tokens.at[:, jnp.array(hydra.near_rows)].set(drafted)
-        chains = _chains(hydra)
-        found = self._continuations(draft, memory.text, tokens, chains)
-        for i, (_, rows) in enumerate(chains):
-            tokens = tokens.at[:, jnp.array(rows)].set(found[:, i, : len(rows)])
-        return hydra.supported(tokens), None, draft.replace(memory=memory.replace(head=head))
+        tokens = jnp.full((len(pending), shape.capacity), -1, jnp.int32)
+        tokens = tokens.at[:, jnp.array(shape.near_rows)].set(drafted)
+        tokens = fill_tails(draft, memory.text, tokens, shape, self.lookup)
+        return shape.supported(tokens), None, draft.replace(memory=memory.replace(head=head))
 
     def observe(self, draft: Draft, tree: Tree, choice: Any, hidden: Array) -> Draft:
-        head = observe_head(draft.memory.head, tree, choice, hidden)
+        memory = draft.memory
+        head = observe_head(memory.head, tree, choice, hidden)
         accepted = path_tokens(tree, choice.path)
-        text = append(draft.memory.text, accepted, choice.length)
-        return draft.replace(memory=HybridMemory(head=head, text=text))
+        text, mix = append(memory.text, accepted, choice.length), memory.mix
+        if mix is not None:
+            emitted, _ = choice.emitted(tree)
+            mix = observe_mix(mix, emitted, choice.length, self._mix.decay)
+        return draft.replace(memory=HybridMemory(head=head, text=text, mix=mix))
 
-    def _continuations(
-        self, draft: Draft, history: Committed, tokens: Array, chains: list[_Chain]
-    ) -> Array:
-        """What the text holds below each chain's path: [B, chains, depth], -1 where nothing."""
-        depth = max(len(rows) for _, rows in chains)
-        longest = max(len(path) for path, _ in chains)
-        padded = np.array([path + path[-1:] * (longest - len(path)) for path, _ in chains])
-        counts = np.array([len(path) for path, _ in chains], np.int32)
+    def rest(self, draft: Draft, pending: Array) -> Draft:
+        head = rest_head(draft, draft.memory.head, pending)
+        return draft.replace(memory=draft.memory.replace(head=head))
 
-        def score(group: Matches) -> Array:
-            return chain_score(group, self.lookup)
-
-        def one(text: Array, length: Array, extra: Array, count: Array) -> Array:
-            context = extend(text, length, extra)
-            found = find_best(context, length + count, self.lookup, depth, score, draft.weights)
-            return walk(found, self.lookup.least_value)[0]
-
-        chained = jax.vmap(one, in_axes=(None, None, 0, 0))
-        batched = jax.vmap(chained, in_axes=(0, 0, 0, None))
-        return batched(history.tokens, history.length, tokens[:, padded], jnp.asarray(counts))
-
-
-def _chains(hydra: Hydra) -> list[_Chain]:
-    """The tail and the rescue chains: the path from the root to what each continues, its rows."""
-    every = [hydra.tail_rows] + [hydra.rescue_rows(r) for r in range(len(hydra.rescue))]
-    return [(hydra.path(hydra.parents[rows[0]]), rows) for rows in every if rows]
+    def learn(self, tokens: Sequence[int]) -> None:
+        if self.store is not None:
+            self.store.learn(tokens)
