@@ -24,7 +24,7 @@ def stacked(options):
                 mask(everything if o["allowed_tokens"] is None else o["allowed_tokens"])
                 for o in options
             ]
-        ),  # fmt: skip
+        ),
         banned_tokens=np.array([mask(o["banned_tokens"]) for o in options]),
         end_tokens=np.array([mask(o["end_tokens"]) for o in options]),
         exact_top_k=options[0]["exact_top_k"],
