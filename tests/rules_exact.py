@@ -5,6 +5,7 @@ the shipped ones with every coin and every last draw passed in, and what a step 
 completed by plain decoding. The result is the joint law of D + 1 tokens.
 """
 
+import functools
 import itertools
 
 import jax
@@ -97,11 +98,12 @@ def every_draft(model, parents, draws):
     return tokens, context, weight
 
 
+@functools.cache
 def compiled(law):
     """``law(tree, p, q)`` and ``decide`` for every draft, pattern of coins and last token.
 
     The result maps (tree, tokens [M, N], p, q [M, N, V]) to the chance of each outcome
-    [M, patterns, V] and the outcome: (length, end row, pending).
+    [M, patterns, V], how many tokens it emits and which, as the digits of a number.
     """
 
     @jax.jit
@@ -123,11 +125,14 @@ def compiled(law):
 
                 def of_last(gumbel):
                     choice = decide(own, ruled, coins, gumbel)
-                    return choice.length, choice.path, choice.pending
+                    end, code = choice.path[choice.length - 1], jnp.int32(0)
+                    for place in range(1, capacity):
+                        longer = code * vocabulary + tokens[choice.path[place]]
+                        code = jnp.where(place < choice.length, longer, code)
+                    return end, choice.length, code * vocabulary + choice.pending
 
-                length, path, pending = jax.vmap(of_last)(bump)
-                end = path[0, length[0] - 1]
-                return weight * ruled.weights[end], length, path, pending
+                end, length, code = jax.vmap(of_last)(bump)
+                return weight * ruled.weights[end[0]], length, code
 
             return jax.vmap(of_coins)(passes)
 
@@ -139,33 +144,33 @@ def compiled(law):
 def joint_law(outcomes, model, parents, draws, rng, capacity):
     """(joint law of D + 1 tokens, mean accepted candidates) of a tree in a shuffled packing."""
     tokens, context, weight = every_draft(model, parents, draws)
-    depth = max(_depths(parents))
+    depth = max(depths_of(parents))
     packed, order = shuffle(parents, rng)
     rank = np.array([parents[:row].count(above) for row, above in enumerate(parents)])[order]
     tree = Tree.from_parents(
         np.zeros(len(parents), int), packed, capacity=capacity, unique=False
     ).replace(rank=jnp.asarray(np.pad(rank, (0, capacity - len(rank)))[None], jnp.int32))
-    spare = ((0, 0), (0, capacity - len(parents)))
-    moved = np.pad(tokens[:, order], spare, constant_values=-1)
-    at = np.pad(context[:, order], spare)
-    chance, length, path, pending = outcomes(
-        jax.tree.map(lambda x: x[0], tree), moved, model.p[at], model.q[at]
-    )
-    chance = np.asarray(chance) * weight[:, None, None]
+    more = model.vocabulary ** (capacity - 1) - len(tokens)  # one program for all trees
+
+    def moved(values, filler):
+        spare = ((0, more), (0, capacity - len(parents)))
+        return np.pad(values[:, order], spare, constant_values=filler)
+
+    at = moved(context, 0)
+    one = jax.tree.map(lambda x: x[0], tree)
+    outcome = outcomes(one, moved(tokens, -1), model.p[at], model.q[at])
+    chance, length, code = (np.asarray(x) for x in outcome)
+    chance = chance * np.pad(weight, (0, more))[:, None, None]
     assert abs(chance.sum() - 1) < 1e-9
-    length, path, pending = (np.asarray(x) for x in (length, path, pending))
-    end = np.take_along_axis(path, length[..., None] - 1, axis=-1)[..., 0]
-    here = at[np.arange(len(at))[:, None, None], end]
     mass = []
     for n in range(1, depth + 2):
         chosen = length == n
-        code = (here[chosen] - model.offset[n - 1]) * model.vocabulary + pending[chosen]
-        mass.append(np.bincount(code, chance[chosen], minlength=model.vocabulary**n))
+        mass.append(np.bincount(code[chosen], chance[chosen], minlength=model.vocabulary**n))
     accepted = float((chance * (length - 1)).sum())
     return model.complete(mass), accepted
 
 
-def _depths(parents):
+def depths_of(parents):
     depths = [0]
     for above in parents[1:]:
         depths.append(depths[above] + 1)

@@ -194,7 +194,6 @@ def test_bfloat16_ties_go_to_the_lowest_id_as_in_float32():
         ({"q": jnp.ones((1, 3, 5))}, "rule 'match' does not read q: leave it out, or use one of"),
         ({"rule": "multi_step"}, "rule 'multi_step' needs q, the probabilities"),
         ({"rule": "block", "q": jnp.ones((1, 3, 4))}, "q has shape (1, 3, 4) and type float32"),
-        ({"rule": "traversal", "q": jnp.ones((1, 3, 5))}, "must know how siblings were drawn"),
         ({"sampling": Sampling(1.0)}, "sampling needs a key"),
         ({"sampling": Sampling(1.0), "key": jax.random.key(0)}, "sampling needs a position"),
         ({"sampling": Sampling(0.0, frequency_penalty=0.5)}, "need the history of the sequence"),

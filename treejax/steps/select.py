@@ -49,9 +49,8 @@ def select(
         for the rules that read them, and for no other.
 
     Raises:
-      ValueError: an unknown rule, or one that is not told how siblings were drawn; wrong shapes; a
-        setting out of range; key, position, history or q missing; q given to a rule that does not
-        read it.
+      ValueError: an unknown rule, wrong shapes, a setting out of range, key, position, history or
+        q missing, q given to a rule that does not read it.
     """
     rule = named(rule)
     logits = jnp.asarray(logits)

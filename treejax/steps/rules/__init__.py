@@ -43,12 +43,14 @@ def named(rule: str | Rule) -> Rule:
 def rule_for(rule: str | Rule, proposals: str, shape: StaticTree | Best) -> Rule:
     """The rule to select with, for a drafter's kind of proposals and the trees it fills.
 
-    A traversal rule that does not say how siblings are drawn is told. On a chain there are no
-    siblings, so that draws with and without replacement are the same.
+    A name stands for the form of the rule that accepts most of such proposals; a rule object stays
+    as it is. On a chain there are no siblings, so that draws with and without replacement are the
+    same.
 
     Raises:
       ValueError: the rule cannot be right with such proposals or such a tree.
     """
+    by_name = isinstance(rule, str)
     rule = named(rule)
     if proposals not in PROPOSALS:
         raise ValueError(
@@ -60,7 +62,8 @@ def rule_for(rule: str | Rule, proposals: str, shape: StaticTree | Best) -> Rule
             f"rule {rule.name!r} serves chains only, the tree {shape.name!r} branches: "
             "use rule 'traversal' or a chain"
         )
-    rule = rule.told(proposals)
+    if by_name:
+        rule = rule.sharpest(proposals)
     serves = rule.serves
     if chain and serves & _DRAWN_BY.keys():
         serves = serves | _DRAWN_BY.keys()

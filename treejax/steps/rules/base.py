@@ -45,8 +45,8 @@ class Rule(abc.ABC):
         """The kinds of proposals that it is right for with its present settings."""
         return self.takes
 
-    def told(self, proposals: str) -> "Rule":
-        """The rule that knows how candidates came about, where that is left open."""
+    def sharpest(self, proposals: str) -> "Rule":
+        """The form of the rule that accepts most of such proposals."""
         return self
 
     @abc.abstractmethod

@@ -20,9 +20,9 @@ class Traversal(CoinRule):
     verification.
 
     Attributes:
-      draws: how siblings were drawn, which decides q for the later ones: "iid" keeps it,
-        "without_replacement" takes the tested token out. ``rule_for`` sets it from what the
-        drafter says; None serves nothing.
+      draws: "without_replacement" takes a tested token out of q, and is right for independent draws
+        too: without the repeats, which never pass, these are draws without replacement. "iid"
+        leaves q as it is, accepts more of independent draws and is right for no others.
     """
 
     name = "traversal"
@@ -30,29 +30,22 @@ class Traversal(CoinRule):
     takes = frozenset(DRAWS)
     needs_q = True
 
-    draws: str | None = None
+    draws: str = "without_replacement"
 
     def __post_init__(self):
-        if self.draws not in (None, *DRAWS):
+        if self.draws not in DRAWS:
             raise ValueError(
                 f"draws of rule 'traversal' is {self.draws!r}, expected one of: {', '.join(DRAWS)}"
             )
 
     @property
     def serves(self) -> frozenset[str]:
-        return self.takes if self.draws is None else frozenset({self.draws})
+        return frozenset({"iid"}) if self.draws == "iid" else self.takes
 
-    def told(self, proposals: str) -> "Traversal":
-        if self.draws is None and proposals in DRAWS:
-            return dataclasses.replace(self, draws=proposals)
-        return self
+    def sharpest(self, proposals: str) -> "Traversal":
+        return Traversal(draws=proposals) if proposals in DRAWS else self
 
     def law(self, tree: Tree, p: Array, q: Array | None) -> Law:
         assert q is not None
-        if self.draws is None:
-            raise ValueError(
-                "rule 'traversal' must know how siblings were drawn: pass Traversal('iid') or "
-                "Traversal('without_replacement'), or take the rule from rules.rule_for"
-            )
         tests = sibling_tests(tree, p, q, replaced=self.draws == "iid", joint=True)
         return Law(chance=tests.left, weights=tests.weights, leaves_first=True)

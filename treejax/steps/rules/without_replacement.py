@@ -12,13 +12,15 @@ from treejax.tree import Tree
 class WithoutReplacement(CoinRule):
     """As ``multi_step``, but a tested token leaves q, which is normalised again.
 
-    Ranks must be the order of the draws. Recursive rejection sampling of RSD (arXiv 2402.14160,
+    Ranks must be the order of the draws. A token that q has lost never passes and changes nothing,
+    so that independent draws are served too: without repeats they are draws without replacement.
+    ``multi_step`` accepts more of them. Recursive rejection sampling of RSD (arXiv 2402.14160,
     Algorithm 2), also Sequoia's (arXiv 2402.12374).
     """
 
     name = "without_replacement"
     lossless = True
-    takes = frozenset({"without_replacement"})
+    takes = frozenset({"iid", "without_replacement"})
     needs_q = True
 
     def law(self, tree: Tree, p: Array, q: Array | None) -> Law:
