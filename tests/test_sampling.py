@@ -16,7 +16,20 @@ from hypothesis import strategies as st
 from sampling_oracle import law
 from scipy import stats
 
-from treejax.sampling import GREEDY, Sampling, draw, noise, process, sample
+from treejax.history import begin
+from treejax.sampling import (
+    COIN,
+    DRAFT,
+    FINAL,
+    GREEDY,
+    SCRIPT,
+    TARGET,
+    Sampling,
+    draw,
+    noise,
+    process,
+    sample,
+)
 
 DRAWS = 20_000
 
@@ -152,6 +165,20 @@ def test_extreme_temperatures_stay_finite(temperature):
     np.testing.assert_allclose(p, expected, atol=1e-6)  # four equal probabilities in float32
 
 
+def test_extreme_settings_stay_finite():
+    """A token forced by the largest bias, over the smallest and the largest penalties."""
+    logits, history = jnp.asarray([3.0, -2.0, 0.5]), begin(jnp.asarray([[0, 1]]), jnp.full(1, 2), 3)
+    history = jax.tree.map(lambda x: x[0], history)
+    for r, bias in itertools.product((1e-6, 1e6), (1e30, -1e30)):
+        settings = {"temperature": 0.5, "repetition_penalty": r, "logit_bias": {0: bias}}
+        z = process(logits, Sampling(**settings, top_k=3).prepared(3), history)
+        expected = law(logits, [0, 1], **settings)[0]
+        np.testing.assert_allclose(jax.nn.softmax(z), expected, rtol=1e-6)
+    often = history.replace(output=jnp.full(3, 10**6, jnp.int32))
+    penalised = Sampling(1.0, frequency_penalty=np.float32(-1e6), presence_penalty=1e6).prepared()
+    np.testing.assert_array_equal(process(logits, penalised, often), jnp.zeros(3))  # 1e12 + 3
+
+
 def test_greedy_takes_the_lowest_id_and_rows_of_temperature_0_are_greedy():
     logits = jnp.asarray([[0.0, 2.0, 2.0, 1.0], [5.0, 5.0, 5.0, 5.0], [1.0, 1.0, 1.0, 1.25]])
     np.testing.assert_array_equal(sample(logits), [1, 0, 3])
@@ -174,6 +201,8 @@ def test_greedy_draws_no_noise_and_nothing_sorts():
 
     greedy = program(Sampling(0.0, top_k=3, top_p=0.5))
     assert "random" not in greedy and "while" not in greedy and "scan" not in greedy
+    assert greedy == program(Sampling(logit_bias={}, min_tokens=0, presence_penalty=0.0))
+    assert " add" not in greedy and " sub" not in greedy and " mul" not in greedy
     sampled = program(Sampling(1.0, top_k=3, top_p=0.5))
     assert "random_bits" in sampled and " sort" not in sampled and "top_k[" not in sampled
 
@@ -229,6 +258,9 @@ def test_noise_depends_on_key_position_purpose_and_slot_alone():
     for a, b in itertools.combinations([base, *variants], 2):
         assert not np.isin(a, b).any()
     np.testing.assert_array_equal(base, noise(key, jnp.int32(7), 16))
+    assert (TARGET, SCRIPT, DRAFT, COIN, FINAL) == (0, 1, 2, 3, 4)  # streams of old stay the same
+    traced = noise(key, jnp.int32(7), 16, DRAFT, jnp.int32(3))
+    np.testing.assert_array_equal(traced, noise(key, jnp.int32(7), 16, purpose=2, slot=3))
     batched = jax.jit(jax.vmap(lambda k, t: noise(k, t, 16)))
     both = batched(jnp.stack([other, key]), jnp.asarray([7, 7]))
     np.testing.assert_allclose(both[1], base, rtol=1e-6)  # log may round apart in another program
