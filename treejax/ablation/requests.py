@@ -18,6 +18,8 @@ from treejax.ablation.requests_settings import RequestSettings, check
 from treejax.ablation.serving import PLAIN, Arm, Reference, Server, Task, describe, figures_of
 from treejax.ablation.workload import Workload, load
 from treejax.config import from_mapping
+from treejax.drafters import Drafter
+from treejax.policies import Policy
 
 
 class Requests:
@@ -64,6 +66,8 @@ class Requests:
         work = self._load(context)
         server = work.server
         arms = {arm.name: arm for arm in self.arms()}
+        # One object an arm: what a drafter learns of costs and texts, it keeps from task to task.
+        drafters = {name: arm.drafter() for name, arm in arms.items()}
         wanted = {cell.identity(): cell for cell in cells}
         failed = {_place(row): row for row in reversed(done) if row["gate"] in (RED, NOT_RUN)}
         references: dict[tuple[str, str], Reference] = {}
@@ -80,7 +84,10 @@ class Requests:
                     context.advance(f"{task.prompt} {task.mode}: {arm.name}", ready, len(cells))
                     before = failed.get((cell.arm, task.prompt, task.mode))
                     row = _repeated(cell, before) if before else None
-                    row = row or measure(server, arm, task, cell, references[name])
+                    row = row or measure(
+                        *(server, server.policy(arm.policy), drafters[arm.name]),
+                        *(task, cell, references[name]),
+                    )
                     if row["gate"] in (RED, NOT_RUN):
                         failed.setdefault(_place(row), row)
                     ready += 1
@@ -112,9 +119,15 @@ class Requests:
         return [wanted[identity] for identity in order if identity in wanted]
 
 
-def measure(server: Server, arm: Arm, task: Task, cell: Cell, reference: Reference) -> Row:
+def measure(
+    server: Server,
+    policy: Policy,
+    drafter: Drafter,
+    task: Task,
+    cell: Cell,
+    reference: Reference,
+) -> Row:
     """Serve one task by one arm: figures only if it decodes what plain decoding does."""
-    policy, drafter = server.policy(arm.policy), arm.drafter()
     try:
         made = server.serve(task, policy, drafter)
     except JaxRuntimeError as error:

@@ -29,7 +29,8 @@ class RequestSettings:
     """The TOML.
 
     Attributes:
-      policy: of plain decoding and of all ``drafts``, each "drafter:tree".
+      policy: of plain decoding and of all ``drafts``, each "drafter:tree", or
+        "drafter" with its own tree.
       max_tokens: new tokens of a request at most, as the model's context allows.
       ignore_eos: generate that many whatever comes.
       modes: every request runs in each, unless it brings its own settings.

@@ -25,7 +25,7 @@ PLAIN = "plain"
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """What serves: a policy, and a drafter with its tree, or None for plain decoding."""
+    """What serves: a policy, and "drafter:tree" or "drafter", or None for plain decoding."""
 
     policy: str
     draft: str | None
@@ -42,9 +42,7 @@ class Arm:
         if self.draft is None:
             return make_drafter(None)
         drafter, _, tree = self.draft.partition(":")
-        if not tree:
-            raise ValueError(f"draft {self.draft!r} names no tree, expected drafter:tree")
-        return make_drafter(drafter, tree)
+        return make_drafter(drafter, tree or None)
 
 
 @dataclasses.dataclass(frozen=True)

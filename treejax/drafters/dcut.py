@@ -76,8 +76,9 @@ class DCut(Shaped):
 
     def init(self, model: Any, batch: int, max_length: int) -> Draft:
         draft = self.inner.init(model, batch, max_length)
-        nothing = jnp.zeros((self.max_depth, self.ranks), jnp.float32)
-        return draft.replace(memory=CutMemory(draft.memory, nothing, nothing))
+        # Two arrays, since the loop donates both.
+        offered, accepted = (jnp.zeros((self.max_depth, self.ranks)) for _ in range(2))
+        return draft.replace(memory=CutMemory(draft.memory, offered, accepted))
 
     def prime(self, draft: Draft, hidden: Array, tokens: Array, lengths: Array) -> Draft:
         memory = draft.memory
@@ -112,7 +113,7 @@ class DCut(Shaped):
 def chances(memory: CutMemory) -> Array:
     """a [D, R]: acceptance by depth and rank, as if two more candidates had been offered at each
     place, of which a share of 1/2, 1/4, ... was accepted; never rising with rank."""
-    share = 0.5 ** (1.0 + jnp.arange(memory.offered.shape[1], dtype=jnp.float32))
+    share = 0.5 ** (1.0 + jnp.arange(memory.offered.shape[1], dtype=jnp.float32))[None, :]
     return lax.cummin((memory.accepted + 2.0 * share) / (memory.offered + 2.0), axis=1)
 
 

@@ -1,0 +1,141 @@
+"""Budgets: several sizes over one memory give plain's text, and rest where drafting is no use."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from treejax.drafters import MTP, Budget, MTPSuffix, MTPTree, Resting, Suffix
+from treejax.drafters.base import Draft
+from treejax.drafters.head_cache import empty_head, observe_head, prime_head, rest_head
+from treejax.drafters.pace import Ledger
+from treejax.engine import complete
+from treejax.sampling import Sampling
+from treejax.steps.select import Choice
+from treejax.tree import Tree
+
+PROMPT = [5, 9, 2, 9, 2, 11]
+SIZES = (MTP("chain1"), MTPTree("best4x3", beam=2, branch=3))
+
+
+class Script(Ledger):
+    """A ledger whose trials never end, in an order of its own: what a loop may be told to run."""
+
+    def __init__(self, forms, order):
+        super().__init__(forms)
+        self.order, self.at = order, 0
+
+    def untried(self):
+        self.at += 1
+        return self.order[self.at % len(self.order)]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.9, top_k=8)])
+def test_any_order_of_forms_gives_plains_text(sampling):
+    """Rests of every length up to more than the head can hold back, between drafts."""
+    order = [0, 2, 0, 0, 1, *[0] * 9, 2, 2, 1, 0, 1]
+    drafter = Budget(SIZES, ledger=Script(3, order))
+    settings = {"max_tokens": 60, "policy": "wy", "sampling": sampling}
+    drafted = complete(tiny.model(), [PROMPT, PROMPT[:4]], drafter=drafter, **settings)
+    plain = complete(tiny.model(), [PROMPT, PROMPT[:4]], drafter=None, **settings)
+    assert [g.tokens for g in drafted] == [g.tokens for g in plain]
+    assert {row["form"] for row in drafter.ledger.table()} == {0, 1, 2}
+    assert drafted[0].stats.drafter == "budget"
+
+
+def test_the_ledger_outlives_a_call():
+    drafter = Budget(SIZES)
+    complete(tiny.model(), PROMPT, max_tokens=20, drafter=drafter, policy="wy")
+    assert drafter.ledger.untried() is None
+    assert dataclasses.replace(drafter, patience=3).ledger is drafter.ledger
+
+
+def follow(draft, memory, plan, hidden, tokens):
+    """Observe ``tokens`` one after the other as plans say: drafted in one go, or resting."""
+    at = 0
+    for rest, count in plan:
+        pending = tokens[None, at]
+        stored = rest_head(draft, memory, pending) if rest else _as_drafted(draft, memory, pending)
+        rows = np.arange(count)
+        tree = Tree.from_parents(tokens[at : at + count], rows - 1, capacity=4, max_depth=3)
+        path = np.full((1, 4), -1)
+        path[0, :count] = rows
+        choice = Choice(jnp.asarray(path, jnp.int32), jnp.array([count]), jnp.array([0]))
+        shown = jnp.zeros((1, 4, hidden.shape[-1])).at[:, :count].set(hidden[None, at : at + count])
+        memory = observe_head(stored, tree, choice, shown)
+        at += count
+    return memory
+
+
+def _as_drafted(draft, memory, pending):
+    from treejax.drafters.head_cache import Passes
+
+    return Passes(draft, memory, pending).memory
+
+
+def test_resting_leaves_the_cache_that_drafting_leaves():
+    """The rows in the cache are those of the same hidden rows and tokens, whenever they enter."""
+    model = tiny.model()
+    weights = {name: model.params[name] for name in ("mtp", "embed", "lm_head")}
+    draft = Draft(weights=weights, memory=None, config=model.config)
+    random = np.random.default_rng(0)
+    hidden = jnp.asarray(random.standard_normal((24, model.config.hidden_size)), jnp.float32)
+    tokens = jnp.asarray(random.integers(0, 61, 24), jnp.int32)
+    empty = empty_head(model.config, jnp.float32, 1, 40, 3)
+    begun = prime_head(draft, empty, hidden[None, :3], tokens[None, :3], jnp.array([3]))
+    rest, later = hidden[3:], tokens[3:]
+    plans = {
+        "drafts": [(False, 2), (False, 1), (False, 4), (False, 3), (False, 1), (False, 1)],
+        "rests": [(True, 1)] * 11 + [(False, 1)],
+        "mixed": [(True, 1)] * 3 + [(False, 3)] + [(True, 1)] * 5 + [(False, 1)],
+    }
+    made = {name: follow(draft, begun, plan, rest, later) for name, plan in plans.items()}
+    for memory in made.values():
+        assert int(memory.rows[0] + memory.count[0]) == 15
+        assert int(memory.count[0]) <= memory.waiting.shape[1]
+        rows = int(memory.rows[0])
+        whole = made["rests"]
+        shared = min(rows, int(whole.rows[0]))
+        np.testing.assert_allclose(
+            memory.keys[0, :shared], whole.keys[0, :shared], rtol=1e-5, atol=1e-6
+        )
+        np.testing.assert_array_equal(memory.waiting[0, int(memory.count[0]) - 1], rest[11])
+
+
+def test_a_row_that_takes_no_part_keeps_its_memory():
+    model = tiny.model()
+    drafter = Resting(inner=MTP("chain3"))
+    draft = drafter.init(model, 1, 40)
+    hidden = jnp.ones((1, 4, model.config.hidden_size))
+    tokens = jnp.array([[1, 2, 3, 4]], jnp.int32)
+    draft = drafter.prime(draft, hidden, tokens, jnp.array([4]))
+    tree, _, after = drafter.propose(draft, None, jnp.array([7]), None)
+    nobody = Choice(jnp.full((1, 1), -1), jnp.array([0]), jnp.array([7]))
+    after = drafter.observe(after, tree, nobody, hidden[:, :1])
+    kept, before = after.memory, draft.memory
+    assert int(kept.rows[0]) == int(before.rows[0]) and int(kept.count[0]) == int(before.count[0])
+    jax.tree.map(np.testing.assert_array_equal, kept.waiting, before.waiting)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Budget(()), "needs sizes"),
+        (lambda: Budget((MTP("chain5"), MTP("chain2"))), "expected growing ones"),
+        (lambda: Budget((MTP("chain2"), MTP("chain5", draws="coupled"))), "draw differently"),
+        (lambda: Budget(SIZES, ledger=Ledger(2)), "a ledger of 2 forms"),
+    ],
+)
+def test_budgets_that_cannot_be(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_sizes_of_different_memories_are_refused():
+    mixed = Budget((MTP("chain2"), MTPSuffix("hydra8")))
+    with pytest.raises(ValueError, match="keep different memories"):
+        mixed.init(tiny.model(), 1, 40)
+    assert Budget((Suffix("chain2"), Suffix("best9x4"))).init(tiny.model(), 1, 40) is not None

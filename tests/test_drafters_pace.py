@@ -1,0 +1,76 @@
+"""How large the next tree is: costs and gains that are told, no clock involved."""
+
+import pytest
+
+from treejax.drafters.pace import RECENT, Ledger, Pace
+
+
+def filled(seconds, accepted, steps=20):
+    """A ledger that has seen ``steps`` steps of every form."""
+    ledger = Ledger(len(seconds))
+    for form, (cost, gain) in enumerate(zip(seconds, accepted, strict=True)):
+        for _ in range(steps):
+            ledger.record(form, cost, gain)
+    return ledger
+
+
+def run(pace, steps, seconds, gain):
+    """Forms chosen when ``gain(form)`` candidates are accepted each time."""
+    chosen = []
+    for _ in range(steps):
+        form = pace.choose()
+        pace.record(form, seconds[form], gain(form))
+        chosen.append(form)
+    return chosen
+
+
+def test_every_form_is_tried_before_figures_are_trusted():
+    pace = Pace(Ledger(3, trials=2), patience=50)
+    assert run(pace, 6, [1.0, 1.0, 1.0], lambda form: 0.0) == [0, 1, 2, 0, 1, 2]
+
+
+def test_most_tokens_a_second_wins_and_nothing_where_drafting_does_not_pay():
+    good = filled([1.0, 1.5, 3.0], [0, 2.0, 3.0])  # (1 + 2) / 1.5 is most
+    assert Pace(good, 50).choose() == 1
+    deep = filled([1.0, 1.5, 1.6], [0, 2.0, 3.0])
+    assert Pace(deep, 50).choose() == 2
+    bad = filled([1.0, 2.0, 3.0], [0, 0.3, 0.4])
+    assert Pace(bad, 50).choose() == 0
+
+
+def test_a_harder_text_stops_drafting_and_an_easier_one_brings_it_back():
+    seconds = [1.0, 2.0, 2.5]
+    pace = Pace(filled(seconds, [0, 2.0, 3.0]), patience=8)
+    hard = run(pace, 60, seconds, lambda form: 0.0)
+    assert hard[0] == 2 and hard[-20:].count(0) >= 15
+    # While resting it looks again, and no more often than patience says.
+    assert 1 <= 20 - hard[-20:].count(0) <= 3
+    easy = run(pace, 60, seconds, lambda form: [0, 2.0, 3.5][form])
+    assert easy[-20:].count(2) >= 18
+
+
+def test_a_text_that_likes_another_form_than_most_do_gets_it():
+    seconds = [1.0, 1.5, 2.0]
+    pace = Pace(filled(seconds, [0, 1.5, 2.6]), patience=50)
+    assert pace.choose() == 2
+    chosen = run(pace, 80, seconds, lambda form: [0, 1.6, 1.0][form])
+    assert chosen[-10:].count(1) >= 8
+
+
+def test_costs_are_medians_of_recent_steps():
+    ledger = Ledger(2)
+    for seconds in (100.0, 1.0, 1.0):
+        ledger.record(0, seconds, 0.0)
+        ledger.record(1, seconds, 1.0)
+    assert ledger.seconds(1) == 1.0
+    for _ in range(RECENT):
+        ledger.record(1, 7.0, 1.0)
+    assert ledger.seconds(1) == 7.0
+    assert [row["form"] for row in ledger.table()] == [0, 1]
+
+
+def test_ledgers_that_cannot_be():
+    with pytest.raises(ValueError, match="1 forms"):
+        Ledger(1)
+    with pytest.raises(ValueError, match="0 trials"):
+        Ledger(2, trials=0)
