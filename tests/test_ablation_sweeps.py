@@ -9,7 +9,7 @@ import pytest
 from lab_cases import FAULTS, SIZES, context, rows_of
 
 from treejax.ablate import measure
-from treejax.ablation import acceptance, width_sweep
+from treejax.ablation import acceptance, atlas_report, width_sweep
 from treejax.ablation.atlas import Atlas
 from treejax.ablation.atlas_report import cells_of, crossings
 from treejax.ablation.lab import needed_bytes
@@ -107,10 +107,24 @@ def test_the_atlas_has_a_row_a_cell_and_times_beside_the_model(tmp_path):
     assert sum(line["fastest"] for line in lines) == len(lines) // 2
     assert [table.title for table in experiment.tables(rows)][1:] == [
         "crossing points along the nodes",
+        "measured by modelled time: median (range)",
         "not run",
     ]
     experiment.figures(rows, tmp_path)
     assert (tmp_path / "atlas.png").exists() and (tmp_path / "atlas_nodes.png").exists()
+    # Nothing is lost on the way to the digest: a record a place, with every arm.
+    made = json.loads((tmp_path / "atlas.json").read_text())
+    assert len(made["places"]) == len(experiment.places()) == len(lines) // 2
+    for line in lines:
+        (place,) = [x for x in made["places"] if all(x[n] == line[n] for n in atlas_report.PLACE)]
+        assert place["ms"][line["arm"]] == pytest.approx(line["step_ms"], rel=1e-3)
+        assert place["model_ms"][line["arm"]] == pytest.approx(line["model_ms"], rel=1e-3)
+    for ratio in made["measured_by_model"]:
+        mine = [x for x in lines if (x["arm"], x["batch"]) == (ratio["arm"], ratio["batch"])]
+        assert ratio["places"] == len(mine) == 4 * 2
+        assert ratio["max"] == pytest.approx(
+            max(x["step_ms"] / x["model_ms"] for x in mine), rel=0.01
+        )
 
 
 def test_cells_that_do_not_fit_and_red_ones_have_no_times(tmp_path, monkeypatch):
@@ -142,6 +156,7 @@ def test_crossing_points_are_interpolated_between_neighbours():
     (found,) = crossings(lines)
     assert (found.before, found.after, found.between) == ("a", "b", (4, 16))
     assert found.nodes == pytest.approx(8.0)  # halfway on logarithms
+    assert found.ratios == pytest.approx((0.5, 2.0))
 
 
 def test_an_arm_that_is_red_on_one_tree_has_no_time_on_another(tmp_path):

@@ -51,7 +51,8 @@ class Atlas:
       nodes, trees: every form of tree at every number of nodes; equal ones are measured once.
       published: rows of the accepted path, the root included; 0 for the longest path.
       capacities: rows of the programs; a tree runs in the smallest that holds it.
-      most_depth: static bound on a node's depth; longer chains are cut there, so they are left out.
+      most_depth: static bound on a node's depth, the capacity's own where that is smaller; longer
+        chains are cut there, so they are left out.
       The others are those of ``mechanism``.
     """
 
@@ -105,6 +106,16 @@ class Atlas:
         lengths = {min(n, len(whole)) if n != DEEPEST else len(whole) for n in self.published}
         return [whole[:length] for length in sorted(lengths)]
 
+    def places(self) -> list[atlas_report.Place]:
+        """All that is compared, by form of tree and length of the path."""
+        made = []
+        for (size, form), shape in self.shapes().items():
+            for path in self.paths(shape):
+                name = atlas_report.path_name(len(path), len(shape.deepest))
+                made += [atlas_report.Place(size, form, batch, name) for batch in self.batches]
+        order = list(self.trees)
+        return sorted(made, key=lambda p: (order.index(p.tree), p.path.zfill(9), p.nodes))
+
     def _capacity(self, size: int) -> int:
         return min(capacity for capacity in self.capacities if capacity >= size)
 
@@ -154,7 +165,7 @@ class Atlas:
             groups = {
                 batch: make_group(
                     {cell.arm: policies[cell.arm] for cell in mine},
-                    *(drawn, batch, capacity, self.most_depth),
+                    *(drawn, batch, capacity, min(self.most_depth, capacity - 1)),
                 )
                 for (rows, batch), mine in sorted(fitting.items())
                 if rows == capacity
@@ -240,4 +251,6 @@ class Atlas:
 
     def figures(self, rows: Sequence[Row], out: Path) -> None:
         write_places(rows, self.sizes, out)
-        atlas_report.draw(self.summary(rows), self.arms, out)
+        lines = self.summary(rows)
+        atlas_report.write_digest(lines, out)
+        atlas_report.draw(lines, self.places(), self.arms, out)

@@ -28,7 +28,7 @@ from treejax.ablation.lab import (
     sequences_that_fit,
 )
 from treejax.ablation.lab_arms import check_arms
-from treejax.ablation.lab_figures import draw_bars
+from treejax.ablation.lab_figures import draw_dots
 from treejax.ablation.lab_gate import Truth
 from treejax.ablation.lab_operands import Sizes, draw
 from treejax.ablation.lab_run import (
@@ -244,12 +244,26 @@ class Mechanism:
 
     def figures(self, rows: Sequence[Row], out: Path) -> None:
         green = [line for line in self.summary(rows) if line["gate"] == GREEN]
-        draw_bars(
+
+        def ranged(name: str) -> list[tuple[float, float, float]]:
+            return [(x[name], x[f"{name}_min"], x[f"{name}_max"]) for x in green]
+
+        def single(name: str) -> list[tuple[float, float, float]]:
+            return [(x[name], x[name], x[name]) for x in green]
+
+        times = {"verify": "verify_ms", "publish": "publish_ms", "both in one": "step_ms"}
+        sizes = {
+            "kept between steps, beside states": "carried_factors_mib",
+            "filled while verifying": "buffers_mib",
+        }
+        errors = {"output": "output_error", "state": "state_error"}
+        draw_dots(
             out / "mechanism",
             [line["arm"] for line in green],
             {
-                "one step, ms": [line["step_ms"] for line in green],
-                "verify buffers, MiB": [line["buffers_mib"] for line in green],
+                "ms a step": {key: ranged(name) for key, name in times.items()},
+                "MiB": {key: single(name) for key, name in sizes.items()},
+                "relative RMS error": {key: single(name) for key, name in errors.items()},
             },
         )
 

@@ -270,7 +270,7 @@ class WidthSweep:
                 if line.get(name) is not None:
                     points = panels.setdefault(title, {}).setdefault(line["arm"], [])
                     points.append((line["nodes"], line[name]))
-        draw_lines(out / "width_sweep", panels, "nodes")
+        draw_lines(out / "width_sweep", panels, "nodes of a full tree")
 
 
 TABLES = (
