@@ -68,6 +68,9 @@ def test_a_device_without_measurements_gets_the_default():
 
 def test_what_ships_is_a_table_of_known_policies():
     assert all(name in REGISTRY for place in read_table() for name in place.names)
+    # Of two records of one place the second would never be read.
+    places = [(place.device, place.implementation, place.place) for place in read_table()]
+    assert len(set(places)) == len(places)
 
 
 def test_rows_of_an_ablation_become_places():
@@ -114,7 +117,7 @@ def test_mistakes_are_named():
 
 def test_generation_by_default_says_what_it_picked(caplog):
     model = tiny.model()
-    with caplog.at_level(logging.INFO, "treejax.engine"):
+    with caplog.at_level(logging.INFO, "treejax"):
         made = treejax.complete(model, [1, 2, 3], max_tokens=3, drafter=None, implementation="xla")
     pick = choose_policy(model.config, 1, 1, "xla")
     assert made.stats.policy == pick.policy
