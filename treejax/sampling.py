@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from treejax import settings as given
+from treejax import settings
 from treejax.history import History
 from treejax.processing import (
     add_bias,
@@ -100,7 +100,8 @@ class Sampling(struct.PyTreeNode):
           ValueError: a setting out of range, one that could not act, or none left to draw; by name.
         """
         numbers = {
-            name: stage.prepare(name, getattr(self, name)) for name, stage in given.NUMBERS.items()
+            name: stage.prepare(name, getattr(self, name))
+            for name, stage in settings.NUMBERS.items()
         }
         if not isinstance(self.exact_top_k, bool):
             raise ValueError(f"exact_top_k is {self.exact_top_k!r}, expected True or False")
@@ -109,13 +110,13 @@ class Sampling(struct.PyTreeNode):
         if numbers["temperature"] is None:
             numbers |= {"min_p": None, "top_k": None, "top_p": None}
         tokens = (self.logit_bias, self.allowed_tokens, self.banned_tokens)
-        bias, ends = given.prepare_tokens(*tokens, vocabulary), None
+        bias, ends = settings.prepare_tokens(*tokens, vocabulary), None
         if numbers["min_tokens"] is not None:
             if self.end_tokens is None or len(self.end_tokens) == 0:
                 raise ValueError("min_tokens has no end_tokens to hold back: give their ids")
-            vocabulary = given.vocabulary_of("logit_bias", bias, vocabulary)
-            ends = given.prepare_mask("end_tokens", self.end_tokens, vocabulary)
-        given.check_something_left(bias, ends, numbers["min_tokens"])
+            vocabulary = settings.vocabulary_of("logit_bias", bias, vocabulary)
+            ends = settings.prepare_mask("end_tokens", self.end_tokens, vocabulary)
+        settings.check_something_left(bias, ends, numbers["min_tokens"])
         return Sampling(
             **numbers,
             logit_bias=bias,
@@ -142,10 +143,9 @@ def adjust(
     z = logits.astype(jnp.float32)
     if sampling.logit_bias is not None:
         z = add_bias(z, jnp.asarray(sampling.logit_bias, jnp.float32))
-    if not sampling.needs_history:
-        return z
     history = needed_history(sampling, history, z.shape)
-    assert history is not None
+    if history is None:
+        return z
     if sampling.min_tokens is not None:
         least = jnp.asarray(sampling.min_tokens, jnp.int32)
         z = ban_ends(z, jnp.asarray(sampling.end_tokens), history.emitted, least)
@@ -168,6 +168,7 @@ def process(
     ``softmax`` of the result is p (or q). The largest weight is exactly 0. At temperature 0 (or
     None) the result is one-hot: 0 at the largest adjusted logit of lowest id. Settings are scalars
     here; vmap for one a row. ``history`` holds each row's own context, with the axes of ``logits``.
+    Min-p: arXiv 2407.01082. Top-p: arXiv 1904.09751, equation 2.
 
     Raises:
       ValueError: no history where a stage needs one, or one of other axes.
@@ -314,9 +315,9 @@ def per_sequence(
     Key and position are None when every row is greedy. ``vocabulary`` as for ``prepared``.
     """
     sampling = sampling.prepared(vocabulary)
-    rows = {name: given.rows(name, getattr(sampling, name), batch) for name in given.NUMBERS}
+    rows = {name: settings.rows(name, getattr(sampling, name), batch) for name in settings.NUMBERS}
     for name in ("logit_bias", "end_tokens"):
-        rows[name] = given.rows(name, getattr(sampling, name), batch, tokens=True)
+        rows[name] = settings.rows(name, getattr(sampling, name), batch, tokens=True)
     sampling = sampling.replace(**rows)
     if sampling.temperature is None:
         return sampling, None, None
@@ -328,5 +329,5 @@ def per_sequence(
     position = jnp.asarray(position)
     if not jnp.issubdtype(position.dtype, jnp.integer):
         raise ValueError(f"position is of type {position.dtype}, expected integers")
-    position = given.rows("position", position.astype(jnp.int32), batch)
-    return sampling, given.row_keys(key, batch), position
+    position = settings.rows("position", position.astype(jnp.int32), batch)
+    return sampling, settings.row_keys(key, batch), position
