@@ -243,7 +243,7 @@ def test_ending_elsewhere_than_plain_is_red():
     ("change", "arguments", "message"),
     [
         (('"wy"', '"magic"'), [], "policy 'magic' is unknown, expected one of: snapshot"),
-        (('"mtp:2,1"', '"mtp[x=1]"'), [], "setting 'x' is unknown, expected of: draws"),
+        (('"mtp:2,1"', '"mtp@x=1"'), [], "setting 'x' is unknown, expected of: draws"),
         (('"mtp:2,1"', '"mtp:oak"'), [], "tree 'oak' is unknown"),
         (('"mtp:2,1"', '"scripted:2,1"'), [], "needs the true continuation"),
         (("max_tokens = 12", "max_tokens = 0"), [], "max_tokens is 0, expected at least 1"),

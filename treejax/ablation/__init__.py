@@ -7,6 +7,7 @@ show it. An experiment is one file and one line here; ``python -m treejax.ablate
 from treejax.ablation.atlas import Atlas
 from treejax.ablation.base import Cell, Context, Experiment, Row
 from treejax.ablation.mechanism import Mechanism
+from treejax.ablation.draft_cost import DraftCost
 from treejax.ablation.drafting import Drafting
 from treejax.ablation.requests import Requests
 from treejax.ablation.width_sweep import WidthSweep
@@ -15,6 +16,7 @@ from treejax.ablation.write_timing import WriteTiming
 EXPERIMENTS: dict[str, type] = {
     "requests": Requests,
     "drafting": Drafting,
+    "draft_cost": DraftCost,
     "mechanism": Mechanism,
     "width_sweep": WidthSweep,
     "atlas": Atlas,

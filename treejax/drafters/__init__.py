@@ -63,7 +63,7 @@ def make_drafter(
 ) -> Drafter:
     """The drafter that ``REGISTRY`` names, or the object itself; ``tree`` replaces its own.
 
-    A name may bring settings: ``mtp[draws=coupled]``. None is ``Plain``, which proposes nothing.
+    A name may bring settings: ``mtp@draws=coupled``. None is ``Plain``, which proposes nothing.
 
     Raises:
       ValueError: one line: an unknown name, setting or tree, or a tree that cannot be filled.

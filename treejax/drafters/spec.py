@@ -1,29 +1,27 @@
-"""Settings of a drafter as text: ``mtp[draws=coupled]``, ``mtp_tree[form=marginal,beam=8]``."""
+"""Settings of a drafter as text: ``mtp@draws=coupled``, ``mtp_tree@form=marginal,beam=8``."""
 
 import dataclasses
-import re
 from typing import Any
 
-_SPEC = re.compile(r"([^\[\]]+)(?:\[([^\[\]]*)\])?")
 _BOOLEANS = {"true": True, "false": False}
 
 
 def read_spec(text: str) -> tuple[str, dict[str, str]]:
-    """The name and the settings of "name" or "name[key=value,key=value]".
+    """The name and the settings of "name" or "name@key=value,key=value".
 
     Raises:
       ValueError: one line: text of another form.
     """
-    found = _SPEC.fullmatch(text)
-    if found is None:
-        raise ValueError(f"drafter {text!r} is malformed, expected NAME or NAME[key=value,...]")
+    name, separator, rest = text.partition("@")
     settings = {}
-    for item in found[2].split(",") if found[2] else ():
-        key, separator, value = (part.strip() for part in item.partition("="))
-        if not (key and separator and value):
-            raise ValueError(f"drafter {text!r}: setting {item!r} is not of the form key=value")
+    for item in rest.split(",") if separator else ():
+        key, equals, value = (part.strip() for part in item.partition("="))
+        if not (key and equals and value):
+            raise ValueError(
+                f"drafter {text!r}: setting {item!r} is malformed, expected NAME@key=value,..."
+            )
         settings[key] = value
-    return found[1].strip(), settings
+    return name.strip(), settings
 
 
 def convert(kind: Any, text: str, settings: dict[str, str]) -> dict[str, Any]:
