@@ -14,7 +14,7 @@ from jax import lax
 
 from treejax.drafters.vocabulary import to_columns
 from treejax.processing import first_argmax
-from treejax.sampling import DRAFT, TARGET, Sampling, noise, process
+from treejax.sampling import DRAFT, TARGET, Sampling, adjust, noise, process
 from treejax.shapes import Array
 
 DRAWS = ("top", "coupled", "iid", "without_replacement")
@@ -47,12 +47,12 @@ def log_weights(logits: Array, sampling: Sampling) -> tuple[Array, Array | None]
     z is the logits by the temperature, bias and bans applied, up to a constant a row. Greedy
     sequences keep everything at temperature 1.
     """
+    z = jax.vmap(adjust)(logits, sampling)
     if sampling.temperature is None:
-        warm = sampling.replace(temperature=jnp.ones(logits.shape[0], jnp.float32))
-        return _process(logits, _without_filters(warm)), None
+        return z, None
     greedy = sampling.temperature == 0
     warm = sampling.replace(temperature=jnp.where(greedy, 1.0, sampling.temperature))
-    z = _process(logits, _without_filters(warm))
+    z = (z - z.max(axis=-1, keepdims=True)) / warm.temperature[:, None, None]
     if sampling.min_p is None and sampling.top_k is None and sampling.top_p is None:
         return z, None
     kept = _process(logits, warm) > -jnp.inf
@@ -124,9 +124,6 @@ def top(scores: Array, count: int) -> tuple[Array, Array]:
     equal ones the first), so that only those blocks are sorted. Exact, ties too.
     """
     length = scores.shape[-1]
-    if count == 1:
-        first = first_argmax(scores)[..., None]
-        return jnp.take_along_axis(scores, first, axis=-1), first
     blocks = -(-length // _BLOCK)
     if blocks <= 2 * count:
         return _sorted(scores, count)
@@ -148,7 +145,3 @@ def _sorted(scores: Array, count: int) -> tuple[Array, Array]:
 
 def _process(logits: Array, sampling: Sampling) -> Array:
     return jax.vmap(process)(logits, sampling)
-
-
-def _without_filters(sampling: Sampling) -> Sampling:
-    return sampling.replace(min_p=None, top_k=None, top_p=None)

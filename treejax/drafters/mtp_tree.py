@@ -69,7 +69,7 @@ class MTPTree(Shaped):
       vocabulary: token ids that are drafted (``frequent_tokens`` counts them), None for all.
     """
 
-    tree: str | StaticTree | Best = "best27x6"
+    tree: str | StaticTree | Best = "best27x10"
     beam: int = 8
     branch: int = 8
     form: str = "conditional"
