@@ -93,3 +93,11 @@ def test_one_more_token_is_the_next_row_of_a_path():
     third = row(along_paths(one, tokens, chain), 2)
     assert_holds(third, PROMPTS[2], [10, 10, 4])
     assert_holds(one, PROMPTS[2], [])
+
+
+def test_the_filler_of_a_row_without_a_tree_is_no_token():
+    """A sequence that takes no part has -1 for a root, which JAX would read as the last token."""
+    one = row(begin(*padded(PROMPTS, 6, -1), VOCABULARY), 0)
+    np.testing.assert_array_equal(after(one, jnp.int32(-1)).output, one.output)
+    rows = along_paths(one, jnp.asarray([-1, -1]), jnp.eye(2, dtype=bool))
+    np.testing.assert_array_equal(rows.output, 0)
