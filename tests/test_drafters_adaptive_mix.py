@@ -1,5 +1,7 @@
 """The adaptive mix: merging, measured trust and whole trees against dictionaries of paths."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -149,12 +151,11 @@ def expected_values(context, tokens, chances, factor, depth, held):
     return values
 
 
-def spine_of(drafter, draft, pending, passes):
+def spine_of(draft, pending, passes):
     @jax.jit
     def run(draft, pending):
         made = Passes(draft, draft.memory.head, pending)
-        width = (drafter.mix or Mix()).width
-        return draft_spine(draft, made, pending, width, passes, passes, jnp.bool_(True))
+        return draft_spine(draft, made, pending, MIX.width, passes, passes, jnp.bool_(True))
 
     return jax.device_get(run(draft, pending))
 
@@ -185,18 +186,16 @@ def follow(drafter, draft, text, committed, steps, rng):
     return draft, committed
 
 
-DRAFTER = MTPSuffix("best9x6", LOOKUP, passes=3, mix=Mix(width=3))
+HELD = np.random.default_rng(4).integers(0, 4, (2, 9)).tolist()
+STORE = ResponseStore(32)
+for response in HELD:
+    STORE.learn(response)
+MIX = Mix(width=2, few=1, most=3, covered=4)
+DRAFTER = MTPSuffix("best9x6", LOOKUP, STORE, passes=3, mix=MIX)
 
 
-@pytest.mark.parametrize("stored", [False, True])
-def test_trees_equal_dictionaries_of_paths(stored):
-    text, rng = planted(3), np.random.default_rng(4)
-    store = ResponseStore(32) if stored else None
-    held = [rng.integers(0, 4, 9).tolist() for _ in range(2)] if stored else None
-    for response in held or []:
-        store.learn(response)
-    drafter = MTPSuffix("best9x6", LOOKUP, store, passes=3) if stored else DRAFTER
-    shapes = set()
+def test_trees_equal_dictionaries_of_paths():
+    text, rng, drafter, shapes = planted(3), np.random.default_rng(4), DRAFTER, set()
     draft, committed = begin(drafter, text, np.array([20, 9, 14])), np.array([20, 9, 14])
     for _ in range(5):
         pending = text.pending(committed)
@@ -204,11 +203,11 @@ def test_trees_equal_dictionaries_of_paths(stored):
         again = compiled(drafter)[1](draft, None, pending, None)[0]
         assert q is None
         jax.tree.map(np.testing.assert_array_equal, tree, again)
-        tree, spine = jax.device_get(tree), spine_of(drafter, draft, pending, 3)
+        tree, spine = jax.device_get(tree), spine_of(draft, pending, 3)
         factor = np.asarray(trust_of.factors(draft.memory.mix.trust))
         for b in range(BATCH):
             context = text.tokens[b, : committed[b] + 1].tolist()
-            known = (spine.tokens[b], spine.chances[b], factor[b], drafter.max_depth, held)
+            known = (spine.tokens[b], spine.chances[b], factor[b], drafter.max_depth, HELD)
             values = expected_values(context, *known)
             assert as_paths(tree, b) == best_prefixes(values, 9)
             pairs = set(zip(tree.parent[b], tree.tokens[b], strict=True)) - {(-1, -1)}
@@ -232,8 +231,7 @@ def test_a_trusted_match_takes_the_budget_as_depth():
 
 def test_passes_hang_on_the_match():
     """Few passes only where every active sequence is covered, and then as if few were asked."""
-    mix = Mix(width=2, few=1, most=3, covered=4)
-    either = MTPSuffix("best9x6", LOOKUP, passes="conditional", mix=mix)
+    either = dataclasses.replace(DRAFTER, passes="conditional")
     text, lengths = planted(7), np.array([30, 30, 30])
     for row in (1, 2):
         text.tokens[row] = np.arange(ROOM) % (row + 4)
@@ -243,7 +241,7 @@ def test_passes_hang_on_the_match():
             text.tokens[2, 25:] = 50 + np.arange(ROOM - 25)
         draft = begin(either, text, lengths)
         tree, _, draft = compiled(either)[1](draft, None, text.pending(lengths), None)
-        fixed = MTPSuffix("best9x6", LOOKUP, passes=3 if uncovered else 1, mix=mix)
+        fixed = DRAFTER if uncovered else dataclasses.replace(DRAFTER, passes=1)
         other = begin(fixed, text, lengths)
         other = compiled(fixed)[1](other, None, text.pending(lengths), None)[0]
         jax.tree.map(np.testing.assert_array_equal, tree, other)
