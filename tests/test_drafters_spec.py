@@ -2,7 +2,7 @@
 
 import pytest
 
-from treejax.drafters import MTP, MTPTree, make_drafter
+from treejax.drafters import MTP, MTPSuffix, MTPTree, make_drafter
 
 
 def test_settings_become_fields():
@@ -10,6 +10,9 @@ def test_settings_become_fields():
     made = make_drafter("mtp_tree@form=marginal, beam=4,coupled=true", "best9x3")
     assert made == MTPTree("best9x3", form="marginal", beam=4, coupled=True)
     assert make_drafter("mtp") == MTP()
+    hybrid = MTPSuffix("best15x6", passes="conditional")
+    assert make_drafter("mtp+suffix@passes=conditional", "best15x6") == hybrid
+    assert make_drafter("mtp+suffix@passes=3", "best15x6") == MTPSuffix("best15x6", passes=3)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ LAYERS = [
     "families drafters saving",
     "export checkpoint steps",
     "requests",
+    "loop",
     "engine",
     "agreement training",
     "cli",

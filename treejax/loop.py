@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from treejax.drafters import Drafter, make_drafter
-from treejax.history import begin
+from treejax.history import History, begin
 from treejax.model import Model, check_prompt, prompt_blocks
 from treejax.policies import Policy, kernel_problem, make_policy
 from treejax.policies.choose import choose_policy
@@ -117,7 +117,7 @@ def run(
         state=state,
         memory=draft.memory,
         pending=jnp.zeros_like(state.length),
-        history=begin(tokens, lengths, config.vocab_size) if sampling.needs_history else None,
+        history=_histories(tokens, lengths, config.vocab_size, sampling),
     )
     want = np.bool_(logprobs)
 
@@ -165,6 +165,15 @@ def settle(model: Model, requests: Sequence[Request], sampling: Sampling | None)
         ends = set(model.config.eos_token_ids).union(*(r.stop_ids for r in requests))
         sampling = sampling.replace(end_tokens=tuple(sorted(ends)))
     return sampling.prepared(model.config.vocab_size)
+
+
+def _histories(
+    tokens: np.ndarray, lengths: np.ndarray, vocabulary: int, sampling: Sampling
+) -> History | None:
+    """What the prompts hold, if a setting asks."""
+    if not sampling.needs_history:
+        return None
+    return begin(jnp.asarray(tokens), jnp.asarray(lengths), vocabulary)
 
 
 def state_rows(model: Model, tokens: int) -> int:

@@ -6,9 +6,9 @@ show it. An experiment is one file and one line here; ``python -m treejax.ablate
 
 from treejax.ablation.atlas import Atlas
 from treejax.ablation.base import Cell, Context, Experiment, Row
-from treejax.ablation.mechanism import Mechanism
 from treejax.ablation.draft_cost import DraftCost
 from treejax.ablation.drafting import Drafting
+from treejax.ablation.mechanism import Mechanism
 from treejax.ablation.requests import Requests
 from treejax.ablation.width_sweep import WidthSweep
 from treejax.ablation.write_timing import WriteTiming

@@ -1,8 +1,9 @@
 """Settings of a drafter as text: ``mtp@draws=coupled``, ``mtp_tree@form=marginal,beam=8``."""
 
 import dataclasses
-from typing import Any
+from typing import Any, get_args
 
+_SIMPLE = (bool, int, float, str)  # in the order in which a text is tried
 _BOOLEANS = {"true": True, "false": False}
 
 
@@ -27,30 +28,30 @@ def read_spec(text: str) -> tuple[str, dict[str, str]]:
 def convert(kind: Any, text: str, settings: dict[str, str]) -> dict[str, Any]:
     """The settings as values of the fields of dataclass ``kind``; its tree is not among them.
 
-    Only fields whose default is a number, a truth value or a text can be written as text.
+    Only numbers, truth values and texts can be written as text.
 
     Raises:
       ValueError: one line: an unknown setting, or a value of another type.
     """
-    defaults = {
-        field.name: field.default
-        for field in dataclasses.fields(kind)
-        if field.name != "tree" and isinstance(field.default, bool | int | float | str)
-    }
+    kinds = {}
+    for field in dataclasses.fields(kind):
+        simple = [each for each in _SIMPLE if each in (get_args(field.type) or (field.type,))]
+        if simple and field.name != "tree":
+            kinds[field.name] = simple
     made = {}
     for key, value in settings.items():
-        if key not in defaults:
-            known = ", ".join(defaults) or "none"
+        if key not in kinds:
+            known = ", ".join(kinds) or "none"
             raise ValueError(f"drafter {text!r}: setting {key!r} is unknown, expected of: {known}")
-        try:
-            made[key] = _convert(value, type(defaults[key]))
-        except (KeyError, ValueError):
-            expected = type(defaults[key]).__name__
-            raise ValueError(
-                f"drafter {text!r}: {key} is {value!r}, expected a value of type {expected}"
-            ) from None
+        made[key] = _convert(text, key, value, kinds[key])
     return made
 
 
-def _convert(value: str, kind: type) -> Any:
-    return _BOOLEANS[value.lower()] if kind is bool else kind(value)
+def _convert(text: str, key: str, value: str, kinds: list[type]) -> Any:
+    for kind in kinds:
+        try:
+            return _BOOLEANS[value.lower()] if kind is bool else kind(value)
+        except (KeyError, ValueError):
+            continue
+    expected = " or ".join(kind.__name__ for kind in kinds)
+    raise ValueError(f"drafter {text!r}: {key} is {value!r}, expected a value of type {expected}")
