@@ -32,6 +32,7 @@ class RequestSettings:
       policy: of plain decoding and of all ``drafts``, each "drafter:tree", or
         "drafter" with its own tree.
       max_tokens: new tokens of a request at most, as the model's context allows.
+      most_prompt_tokens: longer prompts are left out; 0 takes all.
       ignore_eos: generate that many whatever comes.
       modes: every request runs in each, unless it brings its own settings.
       passages: files of passages, relative to the TOML. prompts: texts.
@@ -47,6 +48,7 @@ class RequestSettings:
     prompts: tuple[str, ...] = ()
     others: Others = Others()
     ignore_eos: bool = False
+    most_prompt_tokens: int = 0
 
 
 def check(settings: RequestSettings, where: str) -> None:

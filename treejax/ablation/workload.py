@@ -82,10 +82,15 @@ def load(
     kernels = choose_implementation(context.implementation, model.config, largest)
     tasks: list[Task] = []
     short = 0
+    bound = settings.most_prompt_tokens
     for prompt in prompts:
         made = _tasks(settings, model, prompt)
+        if bound and len(made[0].tokens) > bound:
+            continue
         short += made[0].budget < (prompt.max_tokens or settings.max_tokens)
         tasks += made
+    if not tasks:
+        raise ValueError(f"{config}: no prompt has at most most_prompt_tokens, {bound}: raise it")
     rows = state_rows(model, max(len(task.tokens) + task.budget for task in tasks))
     for drafter in drafters:
         drafter.init(model, 1, rows)  # refuses what it cannot draft for
