@@ -139,7 +139,7 @@ def many_draws(repeat, count=3, settings=None):
         np.arange(2 * count).reshape(2, count) if repeat else np.array([[0] * count, [4] * count])
     )
     run = jax.jit(drawn, static_argnames="repeat")
-    tokens, q = run(logits, settings, keys, length, jnp.asarray(slots), repeat=repeat)
+    tokens, q = run(logits, settings, (keys, length), jnp.asarray(slots), repeat=repeat)
     one = jax.tree.map(lambda values: values[0], settings)
     expected = jax.nn.softmax(process(jnp.asarray(ROW), one))
     np.testing.assert_allclose(q[0, 0], expected, atol=1e-6)

@@ -61,7 +61,10 @@ def log_softmax(logits):
 @functools.cache
 def golden_draft():
     """What every drafter of this depth and vocabulary knows after COUNTS tokens of the text."""
-    drafter, arrays = MTPTree("best9x3", branch=3, vocabulary=IDS[::-1]), golden.arrays(PRESET, "mtp")
+    drafter, arrays = (
+        MTPTree("best9x3", branch=3, vocabulary=IDS[::-1]),
+        golden.arrays(PRESET, "mtp"),
+    )
     ids, hidden = arrays["ids"].astype(np.int32), arrays["main_hidden"].astype(np.float32)
     every = jnp.asarray(np.stack([hidden] * 3)), jnp.asarray(np.stack([ids] * 3))
     draft = drafter.init(load_model(golden.checkpoint(PRESET)), 3, 32)
@@ -103,7 +106,7 @@ def test_the_tree_is_the_best_that_the_beam_sees(form, nodes, beam, branch):
 
     @jax.jit
     def propose(draft, pending):
-        return drafter.propose(draft, None, pending, None), drafter.grow(draft, pending, None, None)
+        return drafter.propose(draft, None, pending, None), drafter.grow(draft, pending, None)
 
     (tree, q, _), (grown, _) = propose(*golden_draft())
     assert (q, tree.capacity, tree.max_depth) == (None, nodes + 1, DEPTH)
@@ -210,7 +213,7 @@ def test_coupled_children_are_ranked_by_logits_and_the_noise_of_their_position()
     lengths = jnp.array(LENGTHS, jnp.int32)
     keys = jax.random.split(jax.random.key(3), BATCH)
     own, keys, _ = per_sequence(BATCH, Sampling(temperature=2.0), keys, lengths)
-    grown, _ = jax.jit(drafter.grow)(draft.replace(sampling=own), pending, keys, lengths)
+    grown, _ = jax.jit(drafter.grow)(draft.replace(sampling=own), pending, (keys, lengths))
     text, model = Text(2), tiny.model()
     pairs = jnp.asarray(text.hidden[:, :-1]), jnp.asarray(text.tokens[:, 1:])
     out, _ = jax.jit(mtp_forward, static_argnames="config")(model.config, model.params, *pairs)

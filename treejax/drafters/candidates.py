@@ -17,6 +17,9 @@ from treejax.processing import first_argmax
 from treejax.sampling import DRAFT, TARGET, Sampling, adjust, noise, process
 from treejax.shapes import Array
 
+type Step = tuple[Array, Array]
+"""What a step's noise hangs on: keys [B] and committed length [B]; None where all are greedy."""
+
 DRAWS = ("top", "coupled", "iid", "without_replacement")
 _LAST = 1e4  # nats that put a token outside the filters behind all inside
 _BLOCK = 256  # columns of which the first stage of a top-k knows only the largest
@@ -60,12 +63,16 @@ def log_weights(logits: Array, sampling: Sampling) -> tuple[Array, Array | None]
 
 
 def target_noise(
-    weights: dict[str, Any], sampling: Sampling, keys: Array | None, position: Array, size: int
+    weights: dict[str, Any], sampling: Sampling, step: Step | None, depth: int, size: int
 ) -> Array | None:
-    """[B, 1, V] noise that the target draws the token at ``position`` [B] with; 0 where greedy."""
-    if keys is None or sampling.temperature is None:
+    """[B, 1, V] noise that the target draws with below nodes of ``depth``; 0 where greedy.
+
+    A node of depth d draws the token at absolute position length + 1 + d.
+    """
+    if step is None or sampling.temperature is None:
         return None
-    every = jax.vmap(lambda key, at: noise(key, at, size, TARGET))(keys, position)
+    keys, length = step
+    every = jax.vmap(lambda key, at: noise(key, at, size, TARGET))(keys, length + 1 + depth)
     every = jnp.where(sampling.temperature[:, None] > 0, every, 0.0)
     return to_columns(weights, every)[:, None, :]
 
@@ -84,12 +91,7 @@ def ranked(logits: Array, sampling: Sampling, g: Array | None, count: int) -> Ar
 
 
 def drawn(
-    logits: Array,
-    sampling: Sampling,
-    keys: Array | None,
-    length: Array,
-    slots: Array,
-    repeat: bool,
+    logits: Array, sampling: Sampling, step: Step | None, slots: Array, repeat: bool
 ) -> tuple[Array, Array]:
     """Candidates drawn from q: columns [B, m, count] and q [B, m, V].
 
@@ -101,12 +103,12 @@ def drawn(
     (rows, count), columns = slots.shape, logits.shape[-1]
     chosen = _process(logits, sampling)
     q = jax.nn.softmax(chosen, axis=-1)
-    if keys is None or sampling.temperature is None:
+    if step is None or sampling.temperature is None:
         ordered = ranked(logits, sampling, None, 1 if repeat else count)
         return jnp.broadcast_to(ordered, (*ordered.shape[:2], count)), q
 
     def noise_of(slot: Array) -> Array:
-        one = jax.vmap(lambda key, at: noise(key, at, columns, DRAFT, slot))(keys, length)
+        one = jax.vmap(lambda key, at: noise(key, at, columns, DRAFT, slot))(*step)
         return jnp.where(sampling.temperature[:, None] > 0, one, 0.0)
 
     if repeat:

@@ -7,7 +7,7 @@ import numpy as np
 
 from treejax import layers
 from treejax.drafters.base import Draft
-from treejax.drafters.candidates import drawn, head_sampling, ranked, target_noise
+from treejax.drafters.candidates import Step, drawn, head_sampling, ranked, target_noise
 from treejax.drafters.head_cache import (
     HeadMemory,
     Passes,
@@ -46,8 +46,7 @@ def fill_tree(
     tree: StaticTree,
     pending: Array,
     draws: str = "top",
-    length: Array | None = None,
-    keys: Array | None = None,
+    step: Step | None = None,
 ) -> tuple[Array, Array | None, HeadMemory]:
     """Fill ``tree`` below ``pending`` [B]: tokens [B, N], q [B, N, V] or None, and the memory.
 
@@ -57,8 +56,8 @@ def fill_tree(
 
     Args:
       draws: one of ``candidates.DRAWS``; the last two have a q.
-      length: [B] committed length, and keys [B]: needed to draw or to rank with noise; keys are
-        None where every sequence is greedy.
+      step: keys and committed length, which drawing and ranking with noise need; None where every
+        sequence is greedy.
     """
     pending = pending.astype(jnp.int32)
     passes, size = Passes(draft, memory, pending), draft.config.vocab_size
@@ -75,15 +74,13 @@ def fill_tree(
         outputs = passes.level(above, chosen, depth, mask)
         logits = layers.logits(draft.weights, outputs)
         if draws in ("top", "coupled"):
-            g = None
-            if draws == "coupled" and keys is not None:
-                # A node of depth d draws the token at position length + 1 + d.
-                g = target_noise(draft.weights, sampling, keys, length + 1 + depth, size)
+            shared = step if draws == "coupled" else None
+            g = target_noise(draft.weights, sampling, shared, depth, size)
             width = max(len(tree.children(v)) for v in inner)
             columns = ranked(logits, sampling, g, width)
         else:
             slots = _slots(tree, inner, draws)
-            columns, rows = drawn(logits, sampling, keys, length, slots, draws == "iid")
+            columns, rows = drawn(logits, sampling, step, slots, draws == "iid")
             q = jnp.zeros((len(pending), tree.capacity, size), jnp.float32) if q is None else q
             q = q.at[:, np.array(inner)].set(to_full(draft.weights, rows, size))
         best = to_tokens(draft.weights, columns)

@@ -67,9 +67,8 @@ class MTP(Shaped):
         self, draft: Draft, state: Any, pending: Array, key: Array | None
     ) -> tuple[Tree, Array | None, Draft]:
         tree = self.static_shape
-        length = None if key is None else state.length
-        settings = (tree, pending, self.draws, length, key)
-        tokens, q, memory = fill_tree(draft, draft.memory, *settings)
+        step = None if key is None else (key, state.length)
+        tokens, q, memory = fill_tree(draft, draft.memory, tree, pending, self.draws, step)
         return tree.full(tokens), q, draft.replace(memory=memory)
 
     def observe(self, draft: Draft, tree: Tree, choice: Any, hidden: Array) -> Draft:

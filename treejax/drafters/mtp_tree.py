@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax import lax
 
 from treejax import layers
 from treejax.drafters.base import Draft, Shaped, refuse_tree
-from treejax.drafters.candidates import head_sampling, log_weights, target_noise, top
+from treejax.drafters.best_first import Grown, best_tree
+from treejax.drafters.candidates import Step, head_sampling, log_weights, target_noise, top
 from treejax.drafters.head_cache import (
     HeadMemory,
     Passes,
@@ -32,20 +32,7 @@ from treejax.shapes import Array
 from treejax.tree import Tree
 
 FORMS = ("conditional", "marginal")
-
-
-class Grown(struct.PyTreeNode):
-    """Every candidate that was seen, level by level: parents come before children.
-
-    Attributes:
-      tokens: [B, M] int32.
-      values: [B, M] float32 log-probability of the path down to it.
-      above: [B, M] int32, which candidate it hangs below; -1 below the root.
-    """
-
-    tokens: Array
-    values: Array
-    above: Array
+_OUTSIDE = 4.0  # nats off for a token that the head's filters drop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,8 +112,8 @@ class MTPTree(Shaped):
         self, draft: Draft, state: Any, pending: Array, key: Array | None
     ) -> tuple[Tree, None, Draft]:
         pending = pending.astype(jnp.int32)
-        keys = key if self.coupled else None
-        grown, memory = self.grow(draft, pending, keys, None if keys is None else state.length)
+        step = (key, state.length) if self.coupled and key is not None else None
+        grown, memory = self.grow(draft, pending, step)
         pack = jax.vmap(lambda grown, pending: best_tree(grown, pending, self._best))
         return pack(grown, pending), None, draft.replace(memory=memory)
 
@@ -136,10 +123,8 @@ class MTPTree(Shaped):
     def rest(self, draft: Draft, pending: Array) -> Draft:
         return draft.replace(memory=rest_head(draft, draft.memory, pending))
 
-    def grow(
-        self, draft: Draft, pending: Array, keys: Array | None, length: Array | None
-    ) -> tuple[Grown, HeadMemory]:
-        """All candidates that the beam sees; ``keys`` and ``length`` [B] when ranking with noise.
+    def grow(self, draft: Draft, pending: Array, step: Step | None) -> tuple[Grown, HeadMemory]:
+        """All candidates that the beam sees, ranked with the noise of ``step`` if there is one.
 
         A level's nodes are known by their place among the candidates of the level before.
         """
@@ -152,11 +137,7 @@ class MTPTree(Shaped):
         for depth, width in enumerate(self._widths):
             expanded = 1 if marginal else width
             outputs = passes.level(hidden, tokens[:, :expanded], depth, path)
-            g = None
-            if keys is not None and length is not None:
-                # A node of depth d draws the token at position length + 1 + d.
-                size = draft.config.vocab_size
-                g = target_noise(weights, sampling, keys, length + 1 + depth, size)
+            g = target_noise(weights, sampling, step, depth, draft.config.vocab_size)
             scores, columns = top_log(layers.logits(weights, outputs), sampling, g, self.branch)
             below = (batch, width, self.branch)
             found = jnp.broadcast_to(to_tokens(weights, columns), below)
@@ -181,9 +162,6 @@ class MTPTree(Shaped):
         return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *levels), passes.memory
 
 
-_OUTSIDE = 4.0  # nats off for a token that the head's filters drop
-
-
 def top_log(logits: Array, sampling: Sampling, g: Array | None, count: int) -> tuple[Array, Array]:
     """The ``count`` likeliest columns of each row [B, m, V]: log-probabilities, columns."""
     z, kept = log_weights(logits, sampling)
@@ -195,31 +173,3 @@ def top_log(logits: Array, sampling: Sampling, g: Array | None, count: int) -> t
         z = jnp.where(kept, z, z - _OUTSIDE)
     best, columns = top(z, count)
     return jnp.minimum(best - jax.nn.logsumexp(z, axis=-1, keepdims=True), 0.0), columns
-
-
-def best_tree(grown: Grown, pending: Array, shape: Best) -> Tree:
-    """The ``shape.nodes`` candidates of highest value, for one sequence, best first.
-
-    A parent's value is at least its child's and it comes earlier in ``grown``, so that it is taken
-    first on a tie too; the first n rows of the tree are the best tree of n rows. Banned tokens, of
-    value -inf, are left out.
-    """
-    values, entry = lax.top_k(grown.values, shape.nodes)
-    used = values > -jnp.inf
-    place = (
-        jnp.zeros(grown.values.shape[0], jnp.int32)
-        .at[entry]
-        .set(jnp.arange(1, shape.nodes + 1, dtype=jnp.int32))
-    )
-    above = grown.above[entry]
-    parent = jnp.where(above >= 0, place[jnp.maximum(above, 0)], 0)
-    parent = jnp.append(jnp.int32(-1), jnp.where(used, parent, -1))
-    earlier = jnp.tri(shape.capacity, k=-1, dtype=bool)
-    siblings = earlier & (parent[:, None] == parent[None, :]) & (parent >= 0)[:, None]
-    return Tree(
-        tokens=jnp.append(pending, jnp.where(used, grown.tokens[entry], -1)),
-        parent=parent,
-        rank=siblings.sum(axis=1, dtype=jnp.int32),
-        size=1 + used.sum(dtype=jnp.int32),
-        max_depth=shape.depth,
-    )
