@@ -71,16 +71,18 @@ def walk(matches: Matches, least_value: float) -> tuple[Array, Array]:
 
     At each depth the commonest next token, the most recent on a tie.
     """
-    same = matches.same
-    chosen, counts, alive = [], [], matches.found
-    for d in range(matches.tokens.shape[1]):
-        votes = jnp.where(alive, (same[:, :, d] & alive[None, :]).sum(axis=1, dtype=jnp.int32), 0)
+    count = matches.count
+
+    def step(alive: Array, level: tuple[Array, Array]) -> tuple[Array, tuple[Array, Array]]:
+        tokens, same = level
+        votes = jnp.where(alive, (same & alive[None, :]).sum(axis=1, dtype=jnp.int32), 0)
         leader = jnp.argmax(votes)
-        good = (votes[leader] > 0) & (_shares(votes[leader], matches.count) >= least_value)
-        chosen.append(jnp.where(good, matches.tokens[leader, d], -1))
-        counts.append(votes[leader])
-        alive = alive & same[leader, :, d] & good
-    return jnp.stack(chosen), jnp.stack(counts)
+        good = (votes[leader] > 0) & (_shares(votes[leader], count) >= least_value)
+        chosen = jnp.where(good, tokens[leader], -1)
+        return alive & same[leader] & good, (chosen, votes[leader])
+
+    levels = (matches.tokens.T, jnp.moveaxis(matches.same, 2, 0))
+    return lax.scan(step, matches.found, levels)[1]
 
 
 @typed
