@@ -156,7 +156,7 @@ def test_the_law_is_exact_on_every_tree_of_up_to_seven_rows():
                 weight *= model.p[model.offset[len(context)] + code][every[:, node]]
             for spare in range(len(parents), rows):
                 weight *= every[:, spare] == 0
-            batch = jax.tree.map(lambda x, n=len(every): jnp.repeat(x, n, axis=0), tree)
+            batch = tree.replace(tokens=jnp.repeat(tree.tokens, len(every), axis=0))
             emitted, count = (np.asarray(x) for x in choice.emitted(batch))
             mass = []
             for length in range(1, depth + 2):
