@@ -19,7 +19,7 @@ from treejax.drafters.topologies import Best, StaticTree
 from treejax.shapes import Array
 from treejax.tree import Tree
 
-SIZES = (MTP("chain2"), MTP("chain5"), MTPTree("best15x7"), MTPTree("best31x8"))
+SIZES = (MTP("chain2"), MTP("chain5"), MTPTree("best15x10"), MTPTree("best31x12"))
 
 
 @dataclasses.dataclass(frozen=True)
