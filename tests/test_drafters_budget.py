@@ -24,8 +24,8 @@ SIZES = (MTP("chain1"), MTPTree("best4x3", beam=2, branch=3))
 class Script(Ledger):
     """A ledger whose trials never end, in an order of its own: what a loop may be told to run."""
 
-    def __init__(self, forms, order):
-        super().__init__(forms)
+    def __init__(self, depths, order):
+        super().__init__(depths)
         self.order, self.at = order, 0
 
     def untried(self):
@@ -37,7 +37,7 @@ class Script(Ledger):
 def test_any_order_of_forms_gives_plains_text(sampling):
     """Rests of every length up to more than the head can hold back, between drafts."""
     order = [0, 2, 0, 0, 1, *[0] * 9, 2, 2, 1, 0, 1]
-    drafter = Budget(SIZES, ledger=Script(3, order))
+    drafter = Budget(SIZES, ledger=Script((0, 1, 3), order))
     settings = {"max_tokens": 60, "policy": "wy", "sampling": sampling}
     drafted = complete(tiny.model(), [PROMPT, PROMPT[:4]], drafter=drafter, **settings)
     plain = complete(tiny.model(), [PROMPT, PROMPT[:4]], drafter=None, **settings)
@@ -126,7 +126,7 @@ def test_a_row_that_takes_no_part_keeps_its_memory():
         (lambda: Budget(()), "needs sizes"),
         (lambda: Budget((MTP("chain5"), MTP("chain2"))), "expected growing ones"),
         (lambda: Budget((MTP("chain2"), MTP("chain5", draws="coupled"))), "draw differently"),
-        (lambda: Budget(SIZES, ledger=Ledger(2)), "a ledger of 2 forms"),
+        (lambda: Budget(SIZES, ledger=Ledger((0, 2))), r"a ledger of depths \(0, 2\)"),
     ],
 )
 def test_budgets_that_cannot_be(make, message):

@@ -5,9 +5,9 @@ import pytest
 from treejax.drafters.pace import RECENT, Ledger, Pace
 
 
-def filled(seconds, accepted, steps=20):
+def filled(seconds, accepted, steps=60):
     """A ledger that has seen ``steps`` steps of every form."""
-    ledger = Ledger(len(seconds))
+    ledger = Ledger((0, 3, 5)[: len(seconds)])
     for form, (cost, gain) in enumerate(zip(seconds, accepted, strict=True)):
         for _ in range(steps):
             ledger.record(form, cost, gain)
@@ -25,7 +25,7 @@ def run(pace, steps, seconds, gain):
 
 
 def test_every_form_is_tried_before_figures_are_trusted():
-    pace = Pace(Ledger(3, trials=2), patience=50)
+    pace = Pace(Ledger((0, 2, 4), trials=2), patience=50)
     assert run(pace, 6, [1.0, 1.0, 1.0], lambda form: 0.0) == [0, 1, 2, 0, 1, 2]
 
 
@@ -45,6 +45,22 @@ def test_a_harder_text_stops_drafting_and_an_easier_one_brings_it_back():
     assert hard[0] == 2 and hard[-20:].count(0) >= 15
     # While resting it looks again, and no more often than patience says.
     assert 1 <= 20 - hard[-20:].count(0) <= 3
+
+
+def test_looks_become_rare_and_a_bad_start_is_no_end():
+    seconds = [1.0, 1.3, 2.5]
+    pace = Pace(Ledger((0, 3, 5)), patience=64)
+    chosen = run(pace, 200, seconds, lambda form: 0.0)
+    looks = [i for i, form in enumerate(chosen[40:]) if form]
+    assert 1 <= len(looks) <= 5
+    later = run(pace, 120, seconds, lambda form: [0, 2.0, 2.2][form])
+    assert later[-30:].count(1) >= 28
+
+
+def test_an_easy_text_after_a_hard_one():
+    seconds = [1.0, 2.0, 2.5]
+    pace = Pace(filled(seconds, [0, 2.0, 3.0]), patience=8)
+    run(pace, 60, seconds, lambda form: 0.0)
     easy = run(pace, 60, seconds, lambda form: [0, 2.0, 3.5][form])
     assert easy[-20:].count(2) >= 18
 
@@ -58,7 +74,7 @@ def test_a_text_that_likes_another_form_than_most_do_gets_it():
 
 
 def test_costs_are_medians_of_recent_steps():
-    ledger = Ledger(2)
+    ledger = Ledger((0, 2))
     for seconds in (100.0, 1.0, 1.0):
         ledger.record(0, seconds, 0.0)
         ledger.record(1, seconds, 1.0)
@@ -70,7 +86,6 @@ def test_costs_are_medians_of_recent_steps():
 
 
 def test_ledgers_that_cannot_be():
-    with pytest.raises(ValueError, match="1 forms"):
-        Ledger(1)
-    with pytest.raises(ValueError, match="0 trials"):
-        Ledger(2, trials=0)
+    for depths, trials in (((0,), 3), ((1, 2), 3), ((0, 0), 3), ((0, 2), 0)):
+        with pytest.raises(ValueError, match="a ledger of depths"):
+            Ledger(depths, trials)

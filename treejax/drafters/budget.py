@@ -28,7 +28,7 @@ class Budget:
 
     Attributes:
       sizes: drafters of growing capacity that keep the same memory: the head's, say.
-      patience: steps without a draft after which one is made all the same.
+      patience: steps without a draft, at most, after which one is made all the same.
       ledger: figures that outlive a call; by default an object's calls share its own.
     """
 
@@ -51,12 +51,16 @@ class Budget:
         if len({size.proposals for size in self.sizes}) > 1:
             raise ValueError("drafter 'budget' has sizes that draw differently, expected one way")
         if self.ledger is None:
-            object.__setattr__(self, "ledger", Ledger(1 + len(self.sizes)))
-        if len(self.ledger) != 1 + len(self.sizes):
+            object.__setattr__(self, "ledger", Ledger(self._depths))
+        if self.ledger.depths != self._depths:
             raise ValueError(
-                f"drafter 'budget' has {len(self.sizes)} sizes and a ledger of {len(self.ledger)} "
-                "forms, expected one more than sizes: plain decoding is the first"
+                f"drafter 'budget' has a ledger of depths {self.ledger.depths}, expected "
+                f"{self._depths}: 0 for plain decoding, then those of the sizes"
             )
+
+    @property
+    def _depths(self) -> tuple[int, ...]:
+        return (0, *(size.max_depth for size in self.sizes))
 
     @property
     def _deepest(self) -> Drafter:

@@ -118,19 +118,22 @@ def rest_head(draft: Draft, memory: HeadMemory, pending: Array) -> HeadMemory:
     """Propose nothing: the pending token [B] is what follows the newest row.
 
     Hidden rows go on waiting, so that plain steps cost the head nothing, until a sequence has no
-    room for one more.
+    room for one more. Only new rows go through the condition: a cache would be copied there.
     """
     memory = memory.replace(after=_after(memory, pending.astype(jnp.int32)))
-
-    def flush(memory: HeadMemory) -> HeadMemory:
-        steps = jnp.arange(memory.waiting.shape[1], dtype=jnp.int32)[None, :]
-        real = steps < memory.count[:, None]
-        stored = _store(draft, memory, memory.waiting, memory.after, real)
-        return stored.replace(stored=memory.count)
-
     full = (memory.count >= memory.waiting.shape[1]).any()
-    nothing = memory.replace(stored=jnp.zeros_like(memory.stored))
-    return lax.cond(full, flush, lambda _: nothing, memory)
+
+    def nothing(memory: HeadMemory) -> tuple[Array, Array]:
+        shape = (*memory.after.shape, *memory.keys.shape[2:])
+        return jnp.zeros(shape, memory.keys.dtype), jnp.zeros(shape, memory.values.dtype)
+
+    def compute(memory: HeadMemory) -> tuple[Array, Array]:
+        return _pairs(draft, memory, memory.waiting, memory.after)
+
+    steps = jnp.arange(memory.waiting.shape[1], dtype=jnp.int32)[None, :]
+    pairs = lax.cond(full, compute, nothing, memory)
+    memory = _put(memory, pairs, full & (steps < memory.count[:, None]))
+    return memory.replace(stored=jnp.where(full, memory.count, 0))
 
 
 class Passes:
@@ -179,18 +182,26 @@ def _after(memory: HeadMemory, pending: Array) -> Array:
 def _store(
     draft: Draft, memory: HeadMemory, hidden: Array, after: Array, real: Array
 ) -> HeadMemory:
-    """Write the pairs that follow the cache into it, where they are ``real`` [B, T].
+    """Write the pairs that follow the cache into it, where they are ``real`` [B, T]."""
+    return _put(memory, _pairs(draft, memory, hidden, after), real)
+
+
+def _pairs(draft: Draft, memory: HeadMemory, hidden: Array, after: Array) -> tuple[Array, Array]:
+    """Keys and values [B, T, Hkv, D] of the pairs that follow the cache.
 
     The head has one layer, so that keys and values come before any attention: what attends here
     goes nowhere and is never computed.
     """
     steps = jnp.arange(after.shape[1], dtype=jnp.int32)[None, :]
     positions = memory.rows[:, None] + steps
-    _, (keys, values) = head(
-        draft.config, draft.weights, hidden, after, positions, lambda q, k, v: q
-    )
-    slots = jnp.where(real, positions, memory.keys.shape[1] - 1)
+    return head(draft.config, draft.weights, hidden, after, positions, lambda q, k, v: q)[1]
+
+
+def _put(memory: HeadMemory, pairs: tuple[Array, Array], real: Array) -> HeadMemory:
+    steps = jnp.arange(real.shape[1], dtype=jnp.int32)[None, :]
+    slots = jnp.where(real, memory.rows[:, None] + steps, memory.keys.shape[1] - 1)
     batch = jnp.arange(slots.shape[0], dtype=jnp.int32)[:, None]
+    keys, values = pairs
     return memory.replace(
         keys=memory.keys.at[batch, slots].set(keys, mode="promise_in_bounds"),
         values=memory.values.at[batch, slots].set(values, mode="promise_in_bounds"),

@@ -12,48 +12,62 @@ from collections import deque
 RECENT = 33
 """Steps whose times are kept, by form; their median is the cost."""
 
-_LONG, _SHORT = 0.995, 0.9  # decay a step, of a form's gain in general and of the text at hand
+_LONG, _SHORT = 0.995, 0.9  # decay a draft, of a form's gain in general and of the text at hand
+_FADE = 0.98  # decay a step without a draft: what was seen of the text grows old
+_ASSUMED = 8.0  # steps that a form is given credit for, so that a bad start does not end it
 _PRIOR = 6.0  # how many steps of its own outweigh what other forms say of a form
+_FIRST_REST = 8  # steps without a draft before the first look whether the text has changed
 
 
 @dataclasses.dataclass
 class _Figures:
-    """One form: recent seconds, and decayed sums of steps and of accepted candidates."""
+    """One form: recent seconds and their median, decayed sums of steps and accepted candidates."""
 
     seconds: deque[float] = dataclasses.field(default_factory=lambda: deque(maxlen=RECENT))
+    cost: float = float("nan")
     steps: float = 0.0
     accepted: float = 0.0
 
-    def add(self, accepted: float, decay: float) -> None:
-        self.steps = self.steps * decay + 1.0
+    def add(self, accepted: float, decay: float, steps: float = 1.0) -> None:
+        self.steps = self.steps * decay + steps
         self.accepted = self.accepted * decay + accepted
 
 
 class Ledger:
-    """Costs and gains of ``forms`` forms, measured while serving; the first proposes nothing.
+    """Costs and gains of forms, measured while serving; the first proposes nothing.
 
     A ledger that is kept from call to call spares later ones the trials that the first one makes.
     Seconds are those of whole steps: it serves one model, device, policy and batch.
 
     Args:
-      forms: how many there are.
+      depths: of each form's trees, 0 first. A form is at first assumed to have half its depth
+        accepted, which a few steps correct.
       trials: steps that every form gets before figures are trusted.
     """
 
-    def __init__(self, forms: int, trials: int = 3):
-        if forms < 2 or trials < 1:
-            raise ValueError(f"a ledger of {forms} forms and {trials} trials, expected 2 and 1")
-        self.trials = trials
-        self._figures = [_Figures() for _ in range(forms)]
+    def __init__(self, depths: tuple[int, ...], trials: int = 3):
+        if len(depths) < 2 or depths[0] != 0 or min(depths[1:]) < 1 or trials < 1:
+            raise ValueError(
+                f"a ledger of depths {depths} and {trials} trials, expected 0, then depths of 1 "
+                "or more, and 1 trial or more"
+            )
+        self.depths, self.trials = depths, trials
+        self.level = 1.0  # of recent texts, see ``Pace``
+        self._figures = [_Figures() for _ in depths]
 
     def __len__(self) -> int:
         return len(self._figures)
 
-    def record(self, form: int, seconds: float, accepted: float) -> None:
-        """One step: its time, and accepted candidates a sequence that took part."""
+    def record(self, form: int, seconds: float, accepted: float, level: float = 1.0) -> None:
+        """One step: its time, and accepted candidates a sequence that took part.
+
+        On a text of a low ``level`` little was to be expected: it counts as that part of a step, or
+        the form that served the hard texts would look worse than the others.
+        """
         figures = self._figures[form]
         figures.seconds.append(seconds)
-        figures.add(accepted, _LONG)
+        figures.cost = statistics.median(figures.seconds)
+        figures.add(accepted, _LONG, level)
 
     def untried(self) -> int | None:
         """The form with fewest steps if it lacks trials, the smallest first; or None."""
@@ -62,13 +76,13 @@ class Ledger:
         return counts.index(least) if least < self.trials else None
 
     def seconds(self, form: int) -> float:
-        return statistics.median(self._figures[form].seconds)
+        """Of a step: the median of recent ones."""
+        return self._figures[form].cost
 
     def gain(self, form: int) -> float:
-        """Accepted candidates a step, in general; one more step with half a candidate is assumed,
-        so that a form is never given up for good."""
-        figures = self._figures[form]
-        return (figures.accepted + 0.5) / (figures.steps + 1.0) if form else 0.0
+        """Accepted candidates a step, in general."""
+        figures, assumed = self._figures[form], 0.5 * self.depths[form]
+        return (figures.accepted + _ASSUMED * assumed) / (figures.steps + _ASSUMED)
 
     def table(self) -> list[dict[str, float]]:
         """Seconds a step and accepted candidates a step, by form, of those that were tried."""
@@ -85,42 +99,51 @@ class Pace:
     The gain of a form on the text at hand is its gain in general times the text's *level*, what
     recent steps gave by what they give in general, corrected by the form's own recent steps. The
     form with most tokens a second is taken: none at all where drafting does not pay (reference,
-    part B: maximise E(N) / t(N)). After ``patience`` steps without a draft one is made, because the
-    text may have changed.
+    part B: maximise E(N) / t(N)). Because the text may change, a draft is made all the same after 8
+    steps without one, then 16, 32 and so on up to ``patience``, until one pays again.
     """
 
     def __init__(self, ledger: Ledger, patience: int):
         self._ledger, self._patience = ledger, patience
-        self._level = _Figures()  # "steps" are the gains that were expected in general
+        # "steps" are the gains that were expected in general; a new text is like recent ones.
+        self._level = _Figures(steps=1.0, accepted=ledger.level)
         self._own = [_Figures() for _ in range(len(ledger))]
-        self._resting = 0
+        self._rested, self._rest = 0, min(_FIRST_REST, patience)
 
     def choose(self) -> int:
         """The form to run next."""
         untried = self._ledger.untried()
         if untried is not None:
             return untried
-        if self._resting >= self._patience:
+        best = self._best(range(len(self._ledger)))
+        if best:
+            self._rest = min(_FIRST_REST, self._patience)
+        elif self._rested >= self._rest:
+            self._rest = min(2 * self._rest, self._patience)
             return self._best(range(1, len(self._ledger)))
-        return self._best(range(len(self._ledger)))
+        return best
 
     def record(self, form: int, seconds: float, accepted: float) -> None:
         """How a step went: seconds, and accepted candidates a sequence that took part."""
+        level = 1.0
         if form:
-            expected = self._ledger.gain(form)
-            level = self._level
-            level.steps = level.steps * _SHORT + expected
-            level.accepted = level.accepted * _SHORT + accepted
+            self._level.add(accepted, _SHORT, self._ledger.gain(form))
             self._own[form].add(accepted, _SHORT)
-        self._ledger.record(form, seconds, accepted)
-        self._resting = 0 if form else self._resting + 1
+            level = min(max(self._level.accepted / self._level.steps, 0.05), 20.0)
+            self._ledger.level += 0.02 * (level - self._ledger.level)
+        else:
+            for figures in (self._level, *self._own):
+                figures.steps *= _FADE
+                figures.accepted *= _FADE
+        self._ledger.record(form, seconds, accepted, level)
+        self._rested = 0 if form else self._rested + 1
 
     def expected(self, form: int) -> float:
         """Tokens that a step of the form is expected to emit a sequence, on the text at hand."""
         if not form:
             return 1.0
-        level = (self._level.accepted + 1.0) / (self._level.steps + 1.0)
-        general, own = level * self._ledger.gain(form), self._own[form]
+        level, own = self._level.accepted / self._level.steps, self._own[form]
+        general = level * self._ledger.gain(form)
         return 1.0 + (_PRIOR * general + own.accepted) / (_PRIOR + own.steps)
 
     def _best(self, forms: range) -> int:
