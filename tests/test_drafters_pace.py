@@ -45,6 +45,7 @@ def test_a_harder_text_stops_drafting_and_an_easier_one_brings_it_back():
     assert hard[0] == 2 and hard[-20:].count(0) >= 15
     # While resting it looks again, and no more often than patience says.
     assert 1 <= 20 - hard[-20:].count(0) <= 3
+    assert set(hard[-20:]) == {0, 1}  # with the cheapest form
 
 
 def test_looks_become_rare_and_a_bad_start_is_no_end():
@@ -71,6 +72,16 @@ def test_a_text_that_likes_another_form_than_most_do_gets_it():
     assert pace.choose() == 2
     chosen = run(pace, 80, seconds, lambda form: [0, 1.6, 1.0][form])
     assert chosen[-10:].count(1) >= 8
+
+
+def test_texts_of_a_kind_are_alike():
+    """Hard texts of one temperature do not spoil what is expected at another."""
+    seconds = [1.0, 1.5, 2.0]
+    ledger = filled(seconds, [0, 2.0, 3.0])
+    for _ in range(4):
+        run(Pace(ledger, 64, kind=2.0), 40, seconds, lambda form: 0.0)
+    assert Pace(ledger, 64, kind=2.0).choose() == 0
+    assert Pace(ledger, 64, kind=0.0).choose() == 2
 
 
 def test_costs_are_medians_of_recent_steps():

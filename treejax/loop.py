@@ -123,7 +123,7 @@ def run(
 
     buffers, durable = policy.buffers(config, drafter.capacity, len(requests)), state_bytes(state)
     started = time.perf_counter()
-    pace = drafter.pace()
+    pace = drafter.pace(sampling)
     settings = keys, sampling, want, rule
     fixed = [(config, form, params, weights) for form in drafter.forms]
     carry, logits = _prepare(fixed, carry, logits, blocks, settings, warm_up)

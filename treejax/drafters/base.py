@@ -118,7 +118,7 @@ class Drafter(Protocol):
         """
         ...
 
-    def pace(self) -> Any:
+    def pace(self, sampling: Sampling) -> Any:
         """What says which form runs next, for one run of the loop; see ``drafters.pace``."""
         ...
 
@@ -157,7 +157,7 @@ class Shaped:
     def forms(self) -> tuple[Any, ...]:
         return (self,)
 
-    def pace(self) -> Steady:
+    def pace(self, sampling: Sampling) -> Steady:
         return Steady()
 
     @property

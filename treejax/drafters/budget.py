@@ -9,6 +9,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 import jax
+import numpy as np
 
 from treejax.drafters.base import Draft, Drafter
 from treejax.drafters.mtp import MTP
@@ -16,6 +17,7 @@ from treejax.drafters.mtp_tree import MTPTree
 from treejax.drafters.pace import Ledger, Pace
 from treejax.drafters.resting import Resting
 from treejax.drafters.topologies import Best, StaticTree
+from treejax.sampling import Sampling
 from treejax.shapes import Array
 from treejax.tree import Tree
 
@@ -33,7 +35,7 @@ class Budget:
     """
 
     sizes: tuple[Any, ...] = SIZES
-    patience: int = 64
+    patience: int = 128
     ledger: Ledger = dataclasses.field(default=None, compare=False)  # type: ignore[assignment]
 
     name: ClassVar[str] = "budget"
@@ -87,8 +89,10 @@ class Budget:
     def max_depth(self) -> int:
         return self._deepest.max_depth
 
-    def pace(self) -> Pace:
-        return Pace(self.ledger, self.patience)
+    def pace(self, sampling: Sampling) -> Pace:
+        warm = sampling.temperature
+        kind = 0.0 if warm is None else tuple(np.ravel(warm).tolist())
+        return Pace(self.ledger, self.patience, kind)
 
     def init(self, model: Any, batch: int, max_length: int) -> Draft:
         """Memory of the deepest size, which has room for the others.

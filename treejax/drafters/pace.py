@@ -8,6 +8,7 @@ before each step which of its compiled programs to run, and says afterwards how 
 import dataclasses
 import statistics
 from collections import deque
+from collections.abc import Hashable
 
 RECENT = 33
 """Steps whose times are kept, by form; their median is the cost."""
@@ -16,7 +17,9 @@ _LONG, _SHORT = 0.995, 0.9  # decay a draft, of a form's gain in general and of 
 _FADE = 0.98  # decay a step without a draft: what was seen of the text grows old
 _ASSUMED = 8.0  # steps that a form is given credit for, so that a bad start does not end it
 _PRIOR = 6.0  # how many steps of its own outweigh what other forms say of a form
-_FIRST_REST = 8  # steps without a draft before the first look whether the text has changed
+_FIRST_REST = 16  # steps without a draft before the first look whether the text has changed
+_LEARN = 0.3  # how far a draft moves the level that the next text begins with
+_MOST_KINDS = 64  # kinds of texts whose level is kept
 
 
 @dataclasses.dataclass
@@ -52,7 +55,7 @@ class Ledger:
                 "or more, and 1 trial or more"
             )
         self.depths, self.trials = depths, trials
-        self.level = 1.0  # of recent texts, see ``Pace``
+        self._levels: dict[Hashable, float] = {}
         self._figures = [_Figures() for _ in depths]
 
     def __len__(self) -> int:
@@ -84,6 +87,16 @@ class Ledger:
         figures, assumed = self._figures[form], 0.5 * self.depths[form]
         return (figures.accepted + _ASSUMED * assumed) / (figures.steps + _ASSUMED)
 
+    def level(self, kind: Hashable) -> float:
+        """What recent texts of this kind gave by what texts in general give; see ``Pace``."""
+        return self._levels.get(kind, 1.0)
+
+    def learn_level(self, kind: Hashable, level: float) -> None:
+        known = self._levels.pop(kind, 1.0)
+        self._levels[kind] = known + _LEARN * (level - known)
+        if len(self._levels) > _MOST_KINDS:
+            del self._levels[next(iter(self._levels))]  # not seen for longest
+
     def table(self) -> list[dict[str, float]]:
         """Seconds a step and accepted candidates a step, by form, of those that were tried."""
         return [
@@ -99,14 +112,18 @@ class Pace:
     The gain of a form on the text at hand is its gain in general times the text's *level*, what
     recent steps gave by what they give in general, corrected by the form's own recent steps. The
     form with most tokens a second is taken: none at all where drafting does not pay (reference,
-    part B: maximise E(N) / t(N)). Because the text may change, a draft is made all the same after 8
-    steps without one, then 16, 32 and so on up to ``patience``, until one pays again.
+    part B: maximise E(N) / t(N)). Because the text may change, the cheapest draft is made all the
+    same after 16 steps without one, then after 32, 64 and so on up to ``patience``, until drafting
+    pays again.
+
+    Args:
+      kind: of the text, such as the settings that it is drawn with: texts of a kind are alike.
     """
 
-    def __init__(self, ledger: Ledger, patience: int):
-        self._ledger, self._patience = ledger, patience
+    def __init__(self, ledger: Ledger, patience: int, kind: Hashable = None):
+        self._ledger, self._patience, self._kind = ledger, patience, kind
         # "steps" are the gains that were expected in general; a new text is like recent ones.
-        self._level = _Figures(steps=1.0, accepted=ledger.level)
+        self._level = _Figures(steps=1.0, accepted=ledger.level(kind))
         self._own = [_Figures() for _ in range(len(ledger))]
         self._rested, self._rest = 0, min(_FIRST_REST, patience)
 
@@ -120,7 +137,7 @@ class Pace:
             self._rest = min(_FIRST_REST, self._patience)
         elif self._rested >= self._rest:
             self._rest = min(2 * self._rest, self._patience)
-            return self._best(range(1, len(self._ledger)))
+            return min(range(1, len(self._ledger)), key=self._ledger.seconds)
         return best
 
     def record(self, form: int, seconds: float, accepted: float) -> None:
@@ -130,7 +147,7 @@ class Pace:
             self._level.add(accepted, _SHORT, self._ledger.gain(form))
             self._own[form].add(accepted, _SHORT)
             level = min(max(self._level.accepted / self._level.steps, 0.05), 20.0)
-            self._ledger.level += 0.02 * (level - self._ledger.level)
+            self._ledger.learn_level(self._kind, level)
         else:
             for figures in (self._level, *self._own):
                 figures.steps *= _FADE
