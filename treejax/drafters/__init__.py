@@ -8,6 +8,7 @@ later requests.
 """
 
 import dataclasses
+from typing import Any
 
 from treejax.drafters.adaptive import Mix
 from treejax.drafters.base import Draft, Drafter, Shaped
@@ -76,13 +77,11 @@ def make_drafter(
         name, settings = read_spec(drafter)
         if name not in REGISTRY:
             raise ValueError(f"drafter {name!r} is unknown, expected one of: {', '.join(REGISTRY)}")
-        kind = REGISTRY[name]
+        kind: Any = REGISTRY[name]
         values = convert(kind, drafter, settings)
-        if tree is None:
-            return kind(**values)
-        if not issubclass(kind, Shaped):
+        if tree is not None and not issubclass(kind, Shaped):
             raise ValueError(f"drafter {name!r} brings its own trees, leave out {tree!r}")
-        return kind(tree=tree, **values)
+        return kind(**values) if tree is None else kind(tree=tree, **values)
     if tree is None:
         return drafter
     if not isinstance(drafter, Shaped):
