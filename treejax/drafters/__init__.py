@@ -86,4 +86,5 @@ def make_drafter(
         return drafter
     if not isinstance(drafter, Shaped):
         raise ValueError(f"drafter {drafter.name!r} brings its own tree, leave out {tree!r}")
-    return dataclasses.replace(drafter, tree=tree)
+    filled: Any = dataclasses.replace(drafter, tree=tree)
+    return filled
