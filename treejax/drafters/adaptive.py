@@ -167,6 +167,13 @@ def observe_mix(memory: MixMemory, truth: Array, count: Array, decay: float) -> 
     )
 
 
+def rest_mix(memory: MixMemory) -> MixMemory:
+    """Before a step without a proposal: no copies whose truth it could tell, and no passes."""
+    nothing = jnp.full_like(memory.copies.tokens, -1)
+    copies = memory.copies.replace(tokens=nothing)
+    return memory.replace(copies=copies, made=jnp.zeros_like(memory.made))
+
+
 def copy_of(matches: Matches, least_value: float) -> Copies:
     """The majority's path through one sequence's matches."""
     tokens, votes = walk(matches, least_value)

@@ -20,6 +20,7 @@ from treejax.drafters.adaptive import (
     empty_mix,
     observe_mix,
     propose_mix,
+    rest_mix,
 )
 from treejax.drafters.base import Draft, Shaped, path_tokens, refuse_tree
 from treejax.drafters.committed import Committed, append, no_text
@@ -167,7 +168,8 @@ class MTPSuffix(Shaped):
 
     def rest(self, draft: Draft, pending: Array) -> Draft:
         head = rest_head(draft, draft.memory.head, pending)
-        return draft.replace(memory=draft.memory.replace(head=head))
+        mix = draft.memory.mix if draft.memory.mix is None else rest_mix(draft.memory.mix)
+        return draft.replace(memory=draft.memory.replace(head=head, mix=mix))
 
     def learn(self, tokens: Sequence[int]) -> None:
         if self.store is not None:
