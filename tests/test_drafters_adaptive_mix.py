@@ -18,6 +18,7 @@ from treejax.drafters.head_cache import Passes
 from treejax.drafters.merge import merge
 from treejax.drafters.prefixes import Pool, best_first
 from treejax.drafters.spine import draft_spine
+from treejax.sampling import Sampling, per_sequence
 from treejax.steps.select import Choice
 
 LOOKUP = Lookup(longest=5, shortest=1, matches=4)
@@ -66,6 +67,18 @@ def test_places_without_a_node_are_left_out():
     assert tree.size == 3
     assert tree.tokens.tolist() == [1, 5, 6, -1, -1]
     assert tree.parent.tolist() == [-1, 0, 1, -1, -1]
+
+
+def test_nothing_stands_at_or_below_a_place_of_chance_0():
+    pool = Pool(
+        tokens=jnp.array([4, 5, 6, 6, 8], jnp.int32),
+        parent=jnp.array([-1, -1, 1, 0, 3], jnp.int32),
+        value=jnp.array([0.5, 0.0, 0.5, 0.25, 0.0]),
+    )
+    tree = jax.jit(lambda p: best_first(merge(p, 3), jnp.int32(1), 5, 3))(pool)
+    assert tree.size == 3
+    assert tree.tokens.tolist()[:3] == [1, 4, 6]
+    assert tree.parent.tolist()[:3] == [-1, 0, 1]
 
 
 def test_trust_equals_counting_by_hand():
@@ -230,6 +243,31 @@ def test_a_trusted_match_takes_the_budget_as_depth():
     assert deep in paths[0], "the periodic text must be copied to the full depth"
 
 
+def test_banned_tokens_are_neither_drafted_nor_copied():
+    """The texts are copied from freely, and the head has three runners-up of chance 0."""
+    drafter = MTPSuffix("best9x4", LOOKUP, passes=2, mix=Mix(width=5))
+    text, lengths = planted(3), np.array([20, 20, 20])
+    text.tokens[2] = np.arange(ROOM) % 2 + 5
+    free = begin(drafter, text, lengths)
+    allowed = [[5, 6], range(40), [5, 6]]
+    masks = np.array([np.isin(np.arange(tiny.CONFIG.vocab_size), list(ids)) for ids in allowed])
+    sampling, *_ = per_sequence(BATCH, Sampling(allowed_tokens=masks), None, None)
+    pending = text.pending(lengths)
+    tree, _, draft = compiled(drafter)[1](free.replace(sampling=sampling), None, pending, None)
+    other, *_ = compiled(drafter)[1](free, None, pending, None)
+    for b in (0, 2):
+        drafted = set(tree.tokens[b, 1 : tree.size[b]].tolist())
+        assert drafted and drafted <= {5, 6}
+        parent = np.asarray(tree.parent[b, 1 : tree.size[b]])
+        assert (parent >= 0).all() and (parent < np.arange(1, tree.size[b])).all()
+    assert set(other.tokens[0, 1:].tolist()) - {5, 6}, "without bans others are worth more"
+    paths = as_paths(jax.device_get(tree), 2)
+    assert tuple(text.tokens[2, 21:25].tolist()) in paths, "allowed tokens are still copied"
+    # What was not proposed counts neither as offered nor as missed.
+    assert (np.asarray(draft.memory.mix.copies.tokens)[0] == -1).all()
+    assert (np.asarray(draft.memory.mix.copies.tokens)[2] >= 5).all()
+
+
 def test_passes_hang_on_the_match():
     """Few passes only where every active sequence is covered, and then as if few were asked."""
     either = dataclasses.replace(DRAFTER, passes="conditional")
@@ -264,6 +302,7 @@ def test_passes_hang_on_the_match():
         ({"tree": "hydra8", "passes": 3}, "fixed roles"),
         ({"tree": "hydra8", "mix": Mix()}, "fixed roles"),
         ({"tree": "chain5"}, "cannot fill"),
+        ({"tree": "best200x10"}, "more nodes than the 1.. that 5 head passes of width 3"),
         ({"tree": "best9x4", "passes": 5}, "from 1 to 4"),
         ({"tree": "best9x4", "passes": "some"}, "from 1 to 4"),
         ({"tree": "best9x4", "passes": "conditional"}, "too many"),

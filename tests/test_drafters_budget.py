@@ -125,7 +125,7 @@ def test_a_row_that_takes_no_part_keeps_its_memory():
     [
         (lambda: Budget(()), "needs sizes"),
         (lambda: Budget((MTP("chain5"), MTP("chain2"))), "expected growing ones"),
-        (lambda: Budget((MTP("chain2"), MTP("chain5", draws="coupled"))), "draw differently"),
+        (lambda: Budget((MTP("chain2"), MTP("chain5", draws="coupled"))), "differ in proposals"),
         (lambda: Budget(SIZES, ledger=Ledger((0, 2))), r"a ledger of depths \(0, 2\)"),
     ],
 )
@@ -135,7 +135,41 @@ def test_budgets_that_cannot_be(make, message):
 
 
 def test_sizes_of_different_memories_are_refused():
-    mixed = Budget((MTP("chain2"), MTPSuffix("hydra8")))
-    with pytest.raises(ValueError, match="keep different memories"):
-        mixed.init(tiny.model(), 1, 40)
+    with pytest.raises(ValueError, match="differ in lookup"):
+        Budget((MTP("chain2"), Suffix("best9x4")))
+    with pytest.raises(ValueError, match="cannot go on from the memory"):
+        Budget((MTPSuffix("best3x2"), MTPSuffix("best6x4"))).init(tiny.model(), 1, 40)
     assert Budget((Suffix("chain2"), Suffix("best9x4"))).init(tiny.model(), 1, 40) is not None
+
+
+def test_a_full_memory_makes_room_for_all_and_a_finished_sequence_asks_for_no_more():
+    """When one sequence has no room left, every sequence's older rows enter the cache, so that one
+    that ended with a full memory does not make the head work at every later rest."""
+    model, drafter = tiny.model(), MTP("chain3")
+    draft = drafter.init(model, 2, 40)
+    full = draft.memory.replace(
+        count=jnp.array([4, 2]), waiting=jnp.arange(2 * 4 * 16, dtype=jnp.float32).reshape(2, 4, 16)
+    )
+    rested = rest_head(draft, full, jnp.array([7, 8]))
+    assert rested.count.tolist() == [1, 1] and rested.rows.tolist() == [3, 1]
+    np.testing.assert_array_equal(rested.waiting[0, 0], full.waiting[0, 3])
+    np.testing.assert_array_equal(rested.waiting[1, 0], full.waiting[1, 1])
+    assert rested.after[:, 0].tolist() == [7, 8]
+    again = rest_head(draft, rested, jnp.array([7, 8]))
+    for name in ("rows", "count", "waiting", "after", "stored"):
+        np.testing.assert_array_equal(getattr(again, name), getattr(rested, name))
+    np.testing.assert_array_equal(again.keys[:, :-1], rested.keys[:, :-1])  # the last is a spare
+
+
+def test_drawn_sizes_serve_coin_rules_and_every_size_must_suit_the_rule():
+    sizes = (MTP("2", draws="iid"), MTP("2,2", draws="iid"))
+    drafter = Budget(sizes, ledger=Script((0, 1, 2), [0, 1, 2, 0, 2]))
+    made = complete(
+        *(tiny.model(), PROMPT),
+        **{"max_tokens": 30, "policy": "wy", "rule": "multi_step", "drafter": drafter},
+        sampling=Sampling(0.8, top_k=20),
+    )
+    assert len(made.tokens) == 30 and made.stats.rule == "multi_step"
+    mixed = Budget((MTP("2", draws="iid"), MTP("chain4", draws="iid")))
+    with pytest.raises(ValueError, match="serves chains only"):
+        complete(tiny.model(), PROMPT, drafter=mixed, rule="block", sampling=Sampling(0.8))

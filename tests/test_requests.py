@@ -1,9 +1,11 @@
 """Requests: which prompts are served, and as what tokens; FC-10."""
 
 import dataclasses
+from typing import Any
 
 import byte_model
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from treejax.engine import complete
@@ -34,6 +36,20 @@ def test_fc10_prompts_that_cannot_be_served_are_refused_in_one_line():
         complete(model, "x", max_tokens=-1)
     with pytest.raises(ValueError, match="a stop string is empty"):
         complete(model, "x", stop=[""])
+    for stop in (258, [1, -1], np.array([300]), [1.0], [True]):
+        with pytest.raises(
+            ValueError, match=r"stop holds .*, expected .* ids in 0\.\.257"
+        ) as caught:
+            complete(model, "x", stop=stop)
+        assert "\n" not in str(caught.value)
+
+
+def test_stop_tokens_may_be_numpys():
+    """An id from an array ends a text as a plain number does."""
+    model = byte_model.model()
+    for stop in list[Any]((np.int32(7), np.array([7]), [7], 7)):
+        (served,) = make_requests(model, ["a"], 1, stop)
+        assert served.stop_ids == {7, *model.config.eos_token_ids}
 
 
 def test_fc10_no_hidden_tokens_are_added_to_a_prompt():

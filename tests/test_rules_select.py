@@ -202,6 +202,11 @@ def test_typical_keeps_the_longest_typical_path_and_then_the_likeliest_token():
     for delta, length in ((0.6 * np.exp(entropy) * 1.01, 1), (0.6 * np.exp(entropy) * 0.99, 2)):
         law = Typical(epsilon=1.0, delta=delta).law(tree, jnp.asarray(p, jnp.float32), None)
         assert int(decide(tree, law, jnp.full(6, 0.5), jnp.zeros(5)).length) == length
+    cold = jnp.asarray(np.eye(5)[[1, 0, 0, 0, 0, 0]], jnp.float32)  # one-hot: the root draws 1
+    for bounds, length in (((0.99, 5.0), 3), ((1.0, 0.99), 3), ((1.0, 1.0), 1)):
+        law = Typical(*bounds).law(tree, cold, None)
+        choice = decide(tree, law, jnp.full(6, 0.5), jnp.zeros(5))
+        assert int(choice.length) == length and int(choice.pending) == (1 if length == 1 else 0)
     for wrong, message in (({"epsilon": 0.0}, "epsilon of rule"), ({"delta": -1}, "delta of rule")):
         with pytest.raises(ValueError, match=message):
             Typical(**wrong)

@@ -158,6 +158,7 @@ MISTAKES = [
         Sampling(min_tokens=2, end_tokens=[5]),
         "end_tokens holds token 5, expected token ids in 0..4",
     ),
+    (Sampling(end_tokens=[1]), "end_tokens have no min_tokens to act on: give it, or"),
     (Sampling(exact_top_k=True), "exact_top_k has no top_k to act on"),
     (Sampling(1.0, top_k=2, exact_top_k=NOT_A_BOOL), "exact_top_k is 1, expected True or False"),
     (Sampling(logit_bias={5: 1.0}), "logit_bias holds token 5, expected token ids in 0..4"),

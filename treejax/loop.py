@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from treejax.drafters import Drafter, make_drafter
+from treejax.drafters.spec import spec_of
 from treejax.history import History, begin
 from treejax.model import Model, check_prompt, prompt_blocks
 from treejax.policies import Policy, kernel_problem, make_policy
@@ -82,9 +83,10 @@ def run(
     Raises:
       ValueError: one line: a setting, or a ``max_length`` that is too small.
     """
-    sampling = settle(model, requests, sampling)
+    sampling = jax.device_put(settle(model, requests, sampling))
     drafter = choose_drafter(model, drafter, tree)
-    rule = rule_for(rule, drafter.proposals, drafter.shape)
+    forms = drafter.forms
+    rules = [rule_for(rule, form.proposals, form.shape) for form in forms]
     if isinstance(policy, str) and policy == "auto":
         pick = choose_policy(model.config, len(requests), drafter.capacity, implementation)
         policy = pick.policy
@@ -100,7 +102,7 @@ def run(
         raise ValueError(f"max_length is {max_length}, expected at least the {rows} tokens asked")
     draft = drafter.init(model, len(requests), max_length)
     for request in requests:
-        _name(request.stats, policy, drafter, rule)
+        _name(request.stats, policy, drafter, rules[-1])
     if all(request.finished for request in requests):
         return None
 
@@ -124,9 +126,11 @@ def run(
     buffers, durable = policy.buffers(config, drafter.capacity, len(requests)), state_bytes(state)
     started = time.perf_counter()
     pace = drafter.pace(sampling)
-    settings = keys, sampling, want, rule
-    fixed = [(config, form, params, weights) for form in drafter.forms]
-    carry, logits = _prepare(fixed, carry, logits, blocks, settings, warm_up)
+    settings = keys, sampling, want
+    first = config, forms[0], params, weights  # any form takes in the prompt
+    fixed = [(config, *pair, params, weights) for pair in zip(forms, rules, strict=True)]
+    depths = [form.max_depth for form in forms]
+    carry, logits = _prepare(first, fixed, carry, logits, blocks, settings, warm_up)
     compiled = time.perf_counter()
     for request in requests:
         request.stats.compile_s = compiled - started
@@ -134,7 +138,7 @@ def run(
         request.stats.scratch_bytes = sum(buffers.values())
 
     for block, count in blocks:
-        carry, logits = absorb(*fixed[0], carry, logits, block, count)
+        carry, logits = absorb(*first, carry, logits, block, count)
     start = carry.state.length, carry.history
     pending, logprob = first_token(logits, sampling, keys, *start, want)
     carry = carry.replace(pending=pending)
@@ -151,7 +155,9 @@ def run(
         carry, emission = step(*fixed[form], carry, limits, *settings)
         emission = jax.device_get(emission)
         seconds = time.perf_counter() - started
-        pace.record(form, seconds, float((emission.count - 1)[limits >= 0].mean()))
+        part = limits >= 0
+        if limits[part].min() >= depths[form]:  # a tree cut short tells nothing
+            pace.record(form, seconds, float((emission.count - 1)[part].mean()))
         yield [_deliver(r, emission, row, seconds) for row, r in enumerate(requests)]
     for request in requests:
         drafter.learn(request.tokens)
@@ -182,6 +188,7 @@ def state_rows(model: Model, tokens: int) -> int:
 
 
 def _prepare(
+    first: tuple[Any, ...],
     fixed: list[tuple[Any, ...]],
     carry: Carry,
     logits: Array,
@@ -194,16 +201,16 @@ def _prepare(
     nobody = np.full(carry.pending.shape, -1, np.int32)
     variants = {block.shape[1]: (block, np.zeros_like(count)) for block, count in blocks}.values()
     with ThreadPoolExecutor() as pool:  # one program compiles while the next is traced
-        jobs = [pool.submit(absorb.lower(*fixed[0], carry, logits, *v).compile) for v in variants]
+        jobs = [pool.submit(absorb.lower(*first, carry, logits, *v).compile) for v in variants]
         for form in fixed:
             jobs.append(pool.submit(step.lower(*form, carry, nobody, *settings).compile))
         for job in jobs:
             job.result()
-    keys, sampling, want, _ = settings
+    keys, sampling, want = settings
     first_token(logits, sampling, keys, carry.state.length, carry.history, want)
     if warm_up:  # prompts of no tokens, and a step that no sequence takes part in
         for variant in variants:
-            carry, logits = absorb(*fixed[0], carry, logits, *variant)
+            carry, logits = absorb(*first, carry, logits, *variant)
         for form in fixed:
             carry, _ = step(*form, carry, nobody, *settings)
     return jax.block_until_ready((carry, logits))
@@ -250,5 +257,5 @@ def _keys(seed: Any, batch: int) -> Array:
 def _name(stats: Stats, policy: Policy, drafter: Drafter, rule: Rule) -> None:
     """Say what serves a request."""
     stats.rule, stats.lossless = rule.name, rule.lossless
-    stats.policy, stats.drafter, stats.tree = policy.name, drafter.name, drafter.shape.name
+    stats.policy, stats.drafter, stats.tree = policy.name, spec_of(drafter), drafter.shape.name
     stats.implementation, stats.device = policy.implementation, jax.devices()[0].device_kind

@@ -5,6 +5,7 @@ at the first stop token or stop string, or when its budget is used up, in the or
 """
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -72,7 +73,7 @@ def make_requests(
     Raises:
       ValueError: one line saying which prompt or setting is wrong.
     """
-    if isinstance(stop, str | int):
+    if isinstance(stop, str | Integral):
         stop = (stop,)
     if max_tokens < 0:
         raise ValueError(f"max_tokens is {max_tokens}, expected 0 or more")
@@ -83,7 +84,12 @@ def make_requests(
         raise ValueError("a stop string is empty, expected at least one character")
     if stop_texts and model.tokenizer is None:
         raise ValueError("stop strings need a tokenizer, and the model has none: use token ids")
-    stop_ids = set(model.config.eos_token_ids) | {i for i in stop if isinstance(i, int)}
+    given = [item for item in stop if not isinstance(item, str)]
+    size = model.config.vocab_size
+    for item in given:
+        if not isinstance(item, Integral) or isinstance(item, bool) or not 0 <= item < size:
+            raise ValueError(f"stop holds {item!r}, expected strings or token ids in 0..{size - 1}")
+    stop_ids = set(model.config.eos_token_ids) | {int(item) for item in given}
     context = model.config.max_position_embeddings
     requests = []
     for index, prompt in enumerate(prompts):

@@ -1,10 +1,11 @@
 """From logits to a token: one function for every row that is ever drawn.
 
-Tree nodes, the bonus token, plain decoding and the token after prefill all go through ``draw``;
-probabilities of a target or a drafter are ``softmax(process(logits))``. The Gumbel noise of a draw
-depends on (sequence key, absolute position, purpose, slot) alone, so that a stream is the same
-alone, in a batch, with padding and with any tree: drafting decides only how many draws one step
-reveals, never what they are.
+The token after prefill goes through ``draw``, and under the acceptance rule ``match`` so do tree
+nodes, the bonus token and plain decoding; probabilities of a target or a drafter are
+``softmax(process(logits))``, which the other rules decide by, with coins and a last draw of their
+own. The Gumbel noise of a draw depends on (sequence key, absolute position, purpose, slot) alone:
+a stream is the same alone, in a batch and with padding. Under ``match`` it is the same with any
+tree too: drafting decides only how many draws one step reveals, never what they are.
 
 Cost for a row of V logits: greedy is one argmax; bias, bans and penalties are one pass each, where
 present. Sampling adds 2 V random numbers; top-k and top-p add 32 passes each over the row (no sort:
@@ -109,6 +110,8 @@ class Sampling(struct.PyTreeNode):
             raise ValueError("exact_top_k has no top_k to act on: give top_k, or leave it out")
         if numbers["temperature"] is None:
             numbers |= {"min_p": None, "top_k": None, "top_p": None}
+        if self.end_tokens is not None and self.min_tokens is None:
+            raise ValueError("end_tokens have no min_tokens to act on: give it, or leave them out")
         tokens = (self.logit_bias, self.allowed_tokens, self.banned_tokens)
         bias, ends = settings.prepare_tokens(*tokens, vocabulary), None
         if numbers["min_tokens"] is not None:

@@ -2,7 +2,9 @@
 
 The MTP head, its embedding and its ``lm_head`` get random weights at the sizes of a model; each arm
 proposes again and again below a prefix of random hidden rows. All arms are interleaved. Beside the
-times stand the bytes of weights that the head passes read, and what a copy of them would take.
+times stand the bytes of weights that the head passes read, and how long that many bytes take at the
+bandwidth of a copy, whose reads and writes both count. Both hold for drafters of head passes alone,
+one a depth; others are refused.
 
 A proposal is checked before its time counts: its tokens must be tokens, siblings must differ, and
 the likeliest path down must be the chain that the head drafts alone, as far as both go; in
@@ -30,10 +32,13 @@ from treejax.ablation.lab_figures import draw_dots
 from treejax.ablation.lab_run import by_cell, hide_red, leading, pooled, shown
 from treejax.ablation.lab_timing import Time, copy_bandwidth, make_lead, measure
 from treejax.config import LINEAR, ModelConfig, from_mapping
-from treejax.drafters import MTP, Draft, Drafter, make_drafter
+from treejax.drafters import MTP, Draft, Drafter, MTPTree, make_drafter
 from treejax.model import Model
 from treejax.sampling import Sampling, per_sequence
 from treejax.tree import Tree
+
+HEADS = (MTP.name, MTPTree.name)
+"""Drafters whose proposals are head passes alone, one a depth."""
 
 PRIMED = 256  # rows of prefix that enter the head's cache at a time
 
@@ -93,7 +98,8 @@ class DraftCost:
     """The experiment's settings.
 
     Attributes:
-      drafts: "drafter:tree", as elsewhere; each is compared with the chain of its depth.
+      drafts: "drafter:tree" of ``mtp`` and ``mtp_tree``; each is compared with the chain of its
+        depth.
       batches: sequences. prefix: rows in the head's cache.
       temperatures: of the target; 0 is greedy.
     """
@@ -125,6 +131,11 @@ class DraftCost:
 
     def _drafter(self, draft: str) -> Drafter:
         name, _, tree = draft.partition(":")
+        if name.partition("@")[0].strip() not in HEADS:
+            raise ValueError(
+                f"draft {draft!r} is not made of head passes alone, expected one of: "
+                f"{', '.join(HEADS)}"
+            )
         return make_drafter(name, tree or None)
 
     @property
@@ -223,7 +234,7 @@ class DraftCost:
         )
         for head in ("arm", "batch", "temperature", "nodes", "depth", "ms", "range"):
             table.add_column(head, justify="left" if head == "arm" else "right")
-        for head in ("times the chain of its depth", "weights read, MB", "a copy's ms"):
+        for head in ("times the chain of its depth", "weights read, MB", "ms to read them"):
             table.add_column(head, justify="right")
         for line in self.summary(rows):
             heads = [line["arm"], str(line["batch"]), line["temperature"]]

@@ -39,10 +39,12 @@ class Drafting(Requests):
         for record in summarise(rows, [arm.name for arm in self.arms()]):
             group = record["corpus"], record["mode"], record["arm"]
             mine = [r for r in rows if (r["corpus"], r["mode"], r["arm"]) == group]
-            seconds = [r["decode_s"] / r["steps"] for r in mine if r.get("steps")]
+            mine = [r for r in mine if r.get("steps")]
             if record.get("steps"):
-                record["ms_a_step"] = 1e3 * sorted(seconds)[len(seconds) // 2]
-                record["nodes_a_step"] = record["proposed"] / record["steps"]
+                seconds = sorted(r["decode_s"] / r["steps"] for r in mine)
+                proposed, steps = (sum(r[name] for r in mine) for name in ("proposed", "steps"))
+                record["ms_a_step"] = 1e3 * seconds[len(seconds) // 2]
+                record["nodes_a_step"] = proposed / steps  # of all repeats: they may differ
             made.append(record | {"label": label_of(record["arm"])})
         return made
 
@@ -88,7 +90,8 @@ def _table(records: Sequence[Row], title: str, name: str, form: str) -> Table:
         table.add_column(str(budget), justify="right")
     for label in dict.fromkeys(r["label"] for r in records if r["label"] != PLAIN):
         cells = {b: "-" for b in BUDGETS}
-        for record in (r for r in records if r["label"] == label):
+        of_label = [r for r in records if r["label"] == label and r["nodes"]]
+        for record in sorted(of_label, key=lambda r: r["nodes"]):  # of a column the largest stays
             column = column_of(record["nodes"])
             if column is not None and record.get(name) is not None:
                 other = "" if record["nodes"] == column else f" ({record['nodes']})"

@@ -26,7 +26,8 @@ _COUNTS = ("tokens", "steps", "drafts", "proposed", "accepted")
 def summarise(rows: Sequence[Row], arms: Sequence[str]) -> list[Row]:
     """One record a corpus, mode and arm, in the order of ``arms``.
 
-    Counts are those of one repeat: all repeats decode the same.
+    Counts are those of the first whole repeat; acceptance is that of all whole repeats together,
+    since a drafter that chooses by the clock drafts otherwise in each.
     """
     made = []
     for group in dict.fromkeys(_group(row) for row in rows):
@@ -59,12 +60,13 @@ def _record(arm: str, group: tuple[str, str], rows: Sequence[Row], plain: Sequen
     if red or not ran:
         return record
     counts = {name: sum(row[name] for row in repeats[0]) for name in _COUNTS}
-    by_depth = accepted_by_depth(repeats[0])
-    drafts = counts["drafts"]
+    every = [row for each in repeats for row in each]
+    by_depth = accepted_by_depth(every)
+    drafts, proposed, accepted = (sum(r[n] for r in every) for n in _COUNTS[2:])
     record |= counts | {
         "first_accepted": by_depth[0] if by_depth else None,
-        "acceptance_length": 1 + counts["accepted"] / drafts if drafts else None,
-        "node_use": counts["accepted"] / counts["proposed"] if drafts else None,
+        "acceptance_length": 1 + accepted / drafts if drafts else None,
+        "node_use": accepted / proposed if drafts else None,
     }
     record |= _spread("tokens_per_s", [pooled_rate(each) for each in repeats])
     record |= _spread("times_plain", [_times_plain(each, plain) for each in repeats])
@@ -144,7 +146,10 @@ def _ranged(record: Row, name: str, form: str) -> str:
 
 
 def write_requests(rows: Sequence[Row], path: Path) -> None:
-    """A line a request and mode: its length, and every arm's rate (median) and acceptance."""
+    """A line a request and mode: its length, and every arm's rate (median) and acceptance.
+
+    Lengths and acceptance are those of the first repeat.
+    """
     wrong = {row["arm"] for row in rows if row["gate"] == RED}
     rows = [row for row in rows if row["gate"] != NOT_RUN]
     arms = [arm for arm in dict.fromkeys(row["arm"] for row in rows) if arm not in wrong]
@@ -195,7 +200,8 @@ def draw(records: Sequence[Row], rows: Sequence[Row], out: Path) -> None:
                     and _group(row) == group
                     and row["gate"] != NOT_RUN
                 ]
-                shares = accepted_by_depth(_complete_repeats(mine)[0])
+                whole = _complete_repeats(mine)
+                shares = accepted_by_depth([row for each in whole for row in each])
                 axes.plot(range(1, len(shares) + 1), shares, "o-", ms=3, label=record["arm"])
         axes.set(
             title=", ".join(group), xlabel="depth", ylabel="share of drafts accepted", ylim=(0, 1)

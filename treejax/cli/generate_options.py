@@ -215,29 +215,37 @@ def _check_together(given: argparse.Namespace) -> None:
 
 
 def _sampling(given: argparse.Namespace) -> Sampling:
+    if given.exact_top_k and given.top_k is None:
+        raise ValueError("--exact-top-k has no effect without --top-k: add it, or leave it out")
     numbers = ("temperature", *_FILTERS, *_PENALTIES, "min_tokens")
     sampling = Sampling(
         **{name: getattr(given, name) for name in numbers},
         exact_top_k=given.exact_top_k,
-        logit_bias=dict(map(_bias, given.logit_bias)) or None,
+        logit_bias=_biases(given.logit_bias),
         allowed_tokens=_ids("--allow-tokens", given.allow_tokens),
         banned_tokens=_ids("--ban-tokens", given.ban_tokens),
     )
+    tokens = {"logit_bias": None, "allowed_tokens": None, "banned_tokens": None}
+    sampling.replace(**tokens, min_tokens=None).prepared()  # tokens wait for the vocabulary
     for name in _FILTERS:
         if given.temperature == 0 and getattr(given, name) is not None:
             flag = name.replace("_", "-")
             raise ValueError(f"--{flag} has no effect at temperature 0 (greedy): add --temperature")
-    if given.exact_top_k and given.top_k is None:
-        raise ValueError("--exact-top-k has no effect without --top-k: add it, or leave it out")
     return sampling
 
 
-def _bias(text: str) -> tuple[int, float]:
-    token, _, value = text.partition("=")
-    try:
-        return int(token), float(value)
-    except ValueError:
-        raise ValueError(f"--logit-bias {text!r} is malformed, expected ID=NUMBER") from None
+def _biases(texts: Sequence[str]) -> dict[int, float] | None:
+    made: dict[int, float] = {}
+    for text in texts:
+        token, _, value = text.partition("=")
+        try:
+            number, bias = int(token), float(value)
+        except ValueError:
+            raise ValueError(f"--logit-bias {text!r} is malformed, expected ID=NUMBER") from None
+        if number in made:
+            raise ValueError(f"--logit-bias gives token {number} twice, expected it once")
+        made[number] = bias
+    return made or None
 
 
 def _ids(option: str, text: str | None) -> tuple[int, ...] | None:

@@ -94,7 +94,8 @@ def stats_text(
             )
         )
     elif stats.steps and stats.drafter != "plain":
-        lines.append(("drafted", "nothing: the drafter found no candidate in any step"))
+        why = "none paid" if stats.drafter == "budget" else "the drafter found no candidate"
+        lines.append(("drafted", f"nothing: {why} in any step"))
     memory = f"scratch {_mebibytes(stats.scratch_bytes)}", f"state {_mebibytes(stats.state_bytes)}"
     lines.append(("memory", *memory))
     if stats.rule != "match":

@@ -84,7 +84,7 @@ def make_drafter(
         return kind(**values) if tree is None else kind(tree=tree, **values)
     if tree is None:
         return drafter
-    if not isinstance(drafter, Shaped):
+    if isinstance(drafter, Plain | Resting) or not isinstance(drafter, Shaped):
         raise ValueError(f"drafter {drafter.name!r} brings its own tree, leave out {tree!r}")
     filled: Any = dataclasses.replace(drafter, tree=tree)
     return filled

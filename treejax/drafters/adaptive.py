@@ -109,6 +109,7 @@ def propose_mix(
 ) -> tuple[Tree, MixMemory]:
     """Trees below ``pending`` [B] with ``least`` to ``most`` head passes."""
     depth = shape.depth
+    bias = None if draft.sampling is None else draft.sampling.logit_bias
 
     def find(tokens: Array, length: Array, extra: Array, count: Array, tree: bool) -> Matches:
         def score(group: Matches) -> Array:
@@ -122,6 +123,8 @@ def propose_mix(
         return matches, copy_of(matches, lookup.least_value)
 
     root, copies = jax.vmap(at_root)(text.tokens, text.length, pending)
+    if bias is not None:
+        copies = jax.vmap(_up_to_banned)(copies, bias)
     deep = (memory.active & (copies.length < mix.covered)).any()
     spine = draft_spine(draft, passes, pending, mix.width, most, least, deep)
 
@@ -139,13 +142,16 @@ def propose_mix(
         chances: Array,
         counts: Trust,
         pending: Array,
+        bias: Array | None,
     ) -> Tree:
         one = Spine(tokens=tokens, chances=chances, passes=spine.passes)
         factor = trust.factors(counts)
         pool = _pool(matches, chained, one, factor, depth, lookup.least_value)
+        if bias is not None:  # lookups know nothing of bans
+            pool = pool.replace(value=jnp.where(_banned(pool.tokens, bias), -1.0, pool.value))
         return best_first(merge(pool, depth), pending, shape.nodes, depth)
 
-    found = (root, chained, spine.tokens, spine.chances, memory.trust, pending)
+    found = (root, chained, spine.tokens, spine.chances, memory.trust, pending, bias)
     tree = jax.vmap(grow)(*found)
     return tree, memory.replace(copies=copies, made=spine.passes)
 
@@ -180,6 +186,17 @@ def copy_of(matches: Matches, least_value: float) -> Copies:
     before = jnp.concatenate([matches.count[None], votes[:-1]])
     ratios = votes.astype(jnp.float32) / jnp.maximum(before, 1).astype(jnp.float32)
     return Copies(tokens=tokens, ratios=ratios, length=matches.length, several=before > 1)
+
+
+def _banned(tokens: Array, bias: Array) -> Array:
+    """Which of the tokens, -1 where there is none, the target can never draw: bias [V]."""
+    return (tokens >= 0) & (bias[jnp.maximum(tokens, 0)] == -jnp.inf)
+
+
+def _up_to_banned(copies: Copies, bias: Array) -> Copies:
+    """Copies end before the first banned token: what is not proposed teaches nothing."""
+    ended = jnp.cumsum(_banned(copies.tokens, bias).astype(jnp.int32)) > 0
+    return copies.replace(tokens=jnp.where(ended, -1, copies.tokens))
 
 
 def _paths(spine: Spine, pending: Array) -> tuple[Array, Array]:

@@ -41,8 +41,9 @@ PROPOSALS = ("fixed", "coupled", "iid", "without_replacement")
 ``fixed``: a function of the context alone. ``coupled``: ranked with the noise that the target draws
 with. ``iid``: siblings drawn from q with replacement, equal ones kept. ``without_replacement``:
 siblings drawn from q one after the other, each time without those drawn before, rank by rank.
-Only the last two have a q.
+Only the last two, ``DRAWN``, have a q.
 """
+DRAWN = PROPOSALS[2:]
 
 
 class Drafter(Protocol):
@@ -91,7 +92,7 @@ class Drafter(Protocol):
         """A tree below ``pending`` [B] and its q [B, N, V], row v for the children of v, or None.
 
         q are the probabilities that the candidates were drawn with, where ``proposals`` says that
-        they were drawn. ``key``: [B] keys, or None where the target is greedy.
+        they were drawn. ``key``: [B] keys; ``draft.sampling`` says who is greedy.
         """
         ...
 

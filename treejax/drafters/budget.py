@@ -6,9 +6,11 @@ and runs the one from which measured costs and measured acceptance promise most 
 """
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from treejax.drafters.base import Draft, Drafter
@@ -31,7 +33,8 @@ class Budget:
     Attributes:
       sizes: drafters of growing capacity that keep the same memory: the head's, say.
       patience: steps without a draft, at most, after which one is made all the same.
-      ledger: figures that outlive a call; by default an object's calls share its own.
+      ledger: figures that outlive a call; by default an object's calls share its own, so that an
+        object serves one model, policy, device and size of batch.
     """
 
     sizes: tuple[Any, ...] = SIZES
@@ -50,8 +53,12 @@ class Budget:
             raise ValueError(
                 f"drafter 'budget' has sizes of {capacities} rows, expected growing ones"
             )
-        if len({size.proposals for size in self.sizes}) > 1:
-            raise ValueError("drafter 'budget' has sizes that draw differently, expected one way")
+        for name in ("proposals", "vocabulary", "store", "lookup", "mix"):
+            if len({getattr(size, name, None) for size in self.sizes}) > 1:
+                raise ValueError(
+                    f"drafter 'budget' has sizes that differ in {name}, expected sizes that "
+                    "differ in their trees"
+                )
         if self.ledger is None:
             object.__setattr__(self, "ledger", Ledger(self._depths))
         if self.ledger.depths != self._depths:
@@ -101,13 +108,14 @@ class Budget:
           ValueError: a size cannot serve the model, or keeps another memory.
         """
         made = self._deepest.init(model, batch, max_length)
-        expected = jax.tree.structure((made.memory, made.weights))
         for size in self.sizes:
             other = jax.eval_shape(lambda size=size: size.init(model, batch, max_length))
-            if jax.tree.structure((other.memory, other.weights)) != expected:
+            known = jax.tree.structure((made.memory, made.weights))
+            alike = jax.tree.structure((other.memory, other.weights)) == known
+            if not alike or not _keeps(size, made, batch):
                 raise ValueError(
-                    f"drafter 'budget': {size.name!r} and {self._deepest.name!r} keep different "
-                    "memories, expected sizes of one kind"
+                    f"drafter 'budget': {size.name!r} with {size.shape.name} cannot go on from the "
+                    f"memory of {self._deepest.shape.name}, expected sizes that keep the same"
                 )
         return made
 
@@ -128,3 +136,22 @@ class Budget:
 
     def learn(self, tokens: Any) -> None:
         self._deepest.learn(tokens)
+
+
+def _keeps(size: Drafter, draft: Draft, batch: int) -> bool:
+    """Whether a size's proposals leave the draft's memory in the shapes in which it is."""
+
+    def after(draft: Draft) -> Any:
+        state = SimpleNamespace(length=jnp.zeros(batch, jnp.int32))
+        pending, keys = jnp.zeros(batch, jnp.int32), jax.vmap(jax.random.key)(jnp.arange(batch))
+        return size.propose(draft, state, pending, keys)[2].memory
+
+    try:
+        made = jax.eval_shape(after, draft)
+    except TypeError:
+        return False  # shapes that do not go together
+    kinds = [
+        [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(memory)]
+        for memory in (made, draft.memory)
+    ]
+    return kinds[0] == kinds[1]

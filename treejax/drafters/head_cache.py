@@ -118,7 +118,9 @@ def rest_head(draft: Draft, memory: HeadMemory, pending: Array) -> HeadMemory:
     """Propose nothing: the pending token [B] is what follows the newest row.
 
     Hidden rows go on waiting, so that plain steps cost the head nothing, until a sequence has no
-    room for one more. Only new rows go through the condition: a cache would be copied there.
+    room for one more. Then all but the newest of every sequence enter the cache for good: the
+    tokens after them are known whatever comes next. Only new rows go through the condition, where
+    a cache would be copied.
     """
     memory = memory.replace(after=_after(memory, pending.astype(jnp.int32)))
     full = (memory.count >= memory.waiting.shape[1]).any()
@@ -130,10 +132,17 @@ def rest_head(draft: Draft, memory: HeadMemory, pending: Array) -> HeadMemory:
     def compute(memory: HeadMemory) -> tuple[Array, Array]:
         return _pairs(draft, memory, memory.waiting, memory.after)
 
+    older = jnp.where(full, jnp.maximum(memory.count - 1, 0), 0)[:, None]
     steps = jnp.arange(memory.waiting.shape[1], dtype=jnp.int32)[None, :]
-    pairs = lax.cond(full, compute, nothing, memory)
-    memory = _put(memory, pairs, full & (steps < memory.count[:, None]))
-    return memory.replace(stored=jnp.where(full, memory.count, 0))
+    memory = _put(memory, lax.cond(full, compute, nothing, memory), steps < older)
+    source = jnp.minimum(steps + older, memory.waiting.shape[1] - 1)
+    return memory.replace(
+        rows=memory.rows + older[:, 0],
+        waiting=jnp.take_along_axis(memory.waiting, source[:, :, None], axis=1),
+        after=jnp.take_along_axis(memory.after, source, axis=1),
+        count=memory.count - older[:, 0],
+        stored=jnp.zeros_like(memory.stored),
+    )
 
 
 class Passes:

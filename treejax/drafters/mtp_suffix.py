@@ -81,7 +81,13 @@ class MTPSuffix(Shaped):
     def __post_init__(self):
         shape = self.shape
         if isinstance(shape, Best):
-            _ = self._passes
+            places = self._places(shape)
+            if shape.nodes > places:
+                raise ValueError(
+                    f"tree {shape.name!r} has more nodes than the {places} that {self._passes[1]} "
+                    f"head passes of width {self._mix.width} and {self.lookup.matches} matches can "
+                    "fill; raise matches or the mix's width, or choose a smaller tree"
+                )
         elif not isinstance(shape, Hydra) or not (shape.tail or shape.rescue):
             takes = "bestNxD or hydra trees, such as hydra27 or hydra3x2+4/2"
             raise refuse_tree(self.name, takes, shape)
@@ -119,6 +125,12 @@ class MTPSuffix(Shaped):
                 f"for {self.shape.name!r}"
             )
         return count, count
+
+    def _places(self, shape: Best) -> int:
+        """Candidates at most: the head's, copies below its spine and runners-up, and copies."""
+        width, most, depth = self._mix.width, self._passes[1], shape.depth
+        below = depth - most + (width - 1) * (depth - 1)
+        return width * most + below + self.lookup.matches * depth
 
     def init(self, model: Any, batch: int, max_length: int) -> Draft:
         adaptive = isinstance(self.shape, Best)

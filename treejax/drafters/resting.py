@@ -3,7 +3,9 @@
 import dataclasses
 from typing import Any, ClassVar
 
-from treejax.drafters.base import Draft, Shaped
+import jax.numpy as jnp
+
+from treejax.drafters.base import DRAWN, Draft, Shaped
 from treejax.drafters.topologies import StaticTree
 from treejax.shapes import Array
 from treejax.tree import Tree
@@ -18,6 +20,10 @@ class Resting(Shaped):
 
     name: ClassVar[str] = "resting"
 
+    @property
+    def proposals(self) -> str:
+        return self.inner.proposals
+
     def init(self, model: Any, batch: int, max_length: int) -> Draft:
         return self.inner.init(model, batch, max_length)
 
@@ -26,8 +32,11 @@ class Resting(Shaped):
 
     def propose(
         self, draft: Draft, state: Any, pending: Array, key: Array
-    ) -> tuple[Tree, None, Draft]:
-        return Tree.root_only(pending), None, self.inner.rest(draft, pending)
+    ) -> tuple[Tree, Array | None, Draft]:
+        q = None
+        if self.inner.proposals in DRAWN:  # a rule that reads q finds no candidate to test
+            q = jnp.zeros((len(pending), 1, draft.config.vocab_size))
+        return Tree.root_only(pending), q, self.inner.rest(draft, pending)
 
     def observe(self, draft: Draft, tree: Tree, choice: Any, hidden: Array) -> Draft:
         return self.inner.observe(draft, tree, choice, hidden)

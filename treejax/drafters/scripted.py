@@ -17,11 +17,9 @@ from flax import struct
 
 from treejax.drafters.base import Draft, Shaped
 from treejax.drafters.topologies import Best, StaticTree
-from treejax.sampling import Sampling, noise, per_sequence
+from treejax.sampling import SCRIPT, Sampling, noise, per_sequence
 from treejax.shapes import Array
 from treejax.tree import Tree
-
-SCRIPT = 1  # purpose of the noise that decides what is right; 0 draws the target's tokens
 
 
 class Script(struct.PyTreeNode):

@@ -55,3 +55,16 @@ def _convert(text: str, key: str, value: str, kinds: list[type]) -> Any:
             continue
     expected = " or ".join(kind.__name__ for kind in kinds)
     raise ValueError(f"drafter {text!r}: {key} is {value!r}, expected a value of type {expected}")
+
+
+def spec_of(drafter: Any) -> str:
+    """A drafter's name, and after it those of its settings that ``convert`` reads and that are not
+    the defaults."""
+    changed = [
+        f"{field.name}={str(value).lower() if isinstance(value, bool) else value}"
+        for field in dataclasses.fields(drafter)
+        if field.name != "tree"
+        and isinstance(value := getattr(drafter, field.name), _SIMPLE)
+        and value != field.default
+    ]
+    return drafter.name + ("@" + ",".join(changed) if changed else "")

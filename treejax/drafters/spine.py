@@ -22,7 +22,8 @@ class Spine(struct.PyTreeNode):
 
     Attributes:
       tokens: [B, D, W] int32, -1 where no pass was made.
-      chances: [B, D, W] float32 probability given the path down to there, -1 where no pass was.
+      chances: [B, D, W] float32 probability given the path down to there, 0 for banned tokens, -1
+        where no pass was.
       passes: [] int32, passes that were made.
     """
 

@@ -59,6 +59,7 @@ class Carry(struct.PyTreeNode):
 def step(
     config: ModelConfig,
     drafter: Any,
+    rule: Rule,
     params: layers.Params,
     weights: Any,
     carry: Carry,
@@ -66,7 +67,6 @@ def step(
     keys: Array,
     sampling: Sampling,
     want_logprobs: Array,
-    rule: Rule,
 ) -> tuple[Carry, Emission]:
     """One step of every sequence; ``carry`` is donated.
 
@@ -74,10 +74,10 @@ def step(
       of its tree is active, and kernels pass over it.
     """
     state, history, taking_part = carry.state, carry.history, limit >= 0
-    own, noisy, _ = per_sequence(state.batch, sampling, keys, state.length, config.vocab_size)
+    own, *_ = per_sequence(state.batch, sampling, keys, state.length, config.vocab_size)
     draft = Draft(weights=weights, memory=carry.memory, config=config, sampling=own)
 
-    tree, q, draft = drafter.propose(draft, state, carry.pending, noisy)
+    tree, q, draft = drafter.propose(draft, state, carry.pending, keys)
     tree, q = _trim(tree, q, limit)
     out, scratch = verify_trees(config, params, state, tree)
     choice = select(

@@ -18,7 +18,9 @@ class Typical(CoinRule):
     The longest path of such tokens is kept, of equally long ones the likeliest under p, and the
     token after it is the likeliest one: greedy, as Medusa picks the token that heads the next tree,
     so that a step which accepts nothing is a step of greedy decoding. Chance plays no part. With
-    p one-hot (temperature 0) it is greedy acceptance, otherwise it changes the law of the output.
+    p one-hot (temperature 0) the output is greedy decoding's: the likeliest token is accepted if
+    epsilon or delta is below 1, and nothing at all if neither is. Otherwise the rule changes the
+    law of the output.
 
     Attributes:
       epsilon: in (0, 1]; a probability above it is always enough.
