@@ -37,6 +37,13 @@ def pytest_configure(config):
     )
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _give_back_programs():
+    """Compiled programs live as long as their process: without this it grows to several GB."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture(autouse=True)
 def _standard_promotion(request):
     """Lift the promotion rules for tests that ask for it."""
