@@ -83,7 +83,7 @@ def run(
     Raises:
       ValueError: one line: a setting, or a ``max_length`` that is too small.
     """
-    sampling = jax.device_put(settle(model, requests, sampling))
+    settings = jax.device_put(settle(model, requests, sampling))
     drafter = choose_drafter(model, drafter, tree)
     forms = drafter.forms
     rules = [rule_for(rule, form.proposals, form.shape) for form in forms]
@@ -119,18 +119,18 @@ def run(
         state=state,
         memory=draft.memory,
         pending=jnp.zeros_like(state.length),
-        history=_histories(tokens, lengths, config.vocab_size, sampling),
+        history=_histories(tokens, lengths, config.vocab_size, settings),
     )
     want = np.bool_(logprobs)
 
     buffers, durable = policy.buffers(config, drafter.capacity, len(requests)), state_bytes(state)
     started = time.perf_counter()
-    pace = drafter.pace(sampling)
-    settings = keys, sampling, want
+    pace = drafter.pace(settings)
+    rest = keys, settings, want
     first = config, forms[0], params, weights  # any form takes in the prompt
     fixed = [(config, *pair, params, weights) for pair in zip(forms, rules, strict=True)]
     depths = [form.max_depth for form in forms]
-    carry, logits = _prepare(first, fixed, carry, logits, blocks, settings, warm_up)
+    carry, logits = _prepare(first, fixed, carry, logits, blocks, rest, warm_up)
     compiled = time.perf_counter()
     for request in requests:
         request.stats.compile_s = compiled - started
@@ -140,7 +140,7 @@ def run(
     for block, count in blocks:
         carry, logits = absorb(*first, carry, logits, block, count)
     start = carry.state.length, carry.history
-    pending, logprob = first_token(logits, sampling, keys, *start, want)
+    pending, logprob = first_token(logits, settings, keys, *start, want)
     carry = carry.replace(pending=pending)
     firsts, logprob = jax.device_get((pending, logprob))
     seconds = time.perf_counter() - compiled
@@ -152,7 +152,7 @@ def run(
 
     while not all(request.finished for request in requests):
         started, limits, form = time.perf_counter(), _limits(requests), pace.choose()
-        carry, emission = step(*fixed[form], carry, limits, *settings)
+        carry, emission = step(*fixed[form], carry, limits, *rest)
         emission = jax.device_get(emission)
         seconds = time.perf_counter() - started
         part = limits >= 0

@@ -79,9 +79,12 @@ def make_drafter(
             raise ValueError(f"drafter {name!r} is unknown, expected one of: {', '.join(REGISTRY)}")
         kind: Any = REGISTRY[name]
         values = convert(kind, drafter, settings)
-        if tree is not None and not issubclass(kind, Shaped):
-            raise ValueError(f"drafter {name!r} brings its own trees, leave out {tree!r}")
-        return kind(**values) if tree is None else kind(tree=tree, **values)
+        if tree is not None:
+            if not issubclass(kind, Shaped):
+                raise ValueError(f"drafter {name!r} brings its own trees, leave out {tree!r}")
+            values["tree"] = tree
+        made: Any = kind(**values)
+        return made
     if tree is None:
         return drafter
     if isinstance(drafter, Plain | Resting) or not isinstance(drafter, Shaped):

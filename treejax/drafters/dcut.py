@@ -95,8 +95,9 @@ class DCut(Shaped):
     def init(self, model: Any, batch: int, max_length: int) -> Draft:
         draft = self.inner.init(model, batch, max_length)
         # Two arrays, since the loop donates both.
-        counts = (jnp.zeros((batch, self.max_depth, self.ranks)) for _ in range(2))
-        return draft.replace(memory=CutMemory(draft.memory, *counts, jnp.ones(batch, bool)))
+        offered, accepted = (jnp.zeros((batch, self.max_depth, self.ranks)) for _ in range(2))
+        active = jnp.ones(batch, bool)
+        return draft.replace(memory=CutMemory(draft.memory, offered, accepted, active))
 
     def prime(self, draft: Draft, hidden: Array, tokens: Array, lengths: Array) -> Draft:
         memory = draft.memory
