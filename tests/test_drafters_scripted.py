@@ -188,3 +188,13 @@ def test_fc06_everything_accepted_fifty_times():
     stats = drafted.stats
     assert (stats.steps, stats.num_drafts, stats.num_accepted_tokens) == (50, 50, 200)
     assert stats.num_draft_tokens == 200 and stats.acceptance_length == 5.0
+
+
+def test_chances_are_drawn_for_greedy_targets_too():
+    """Through the loop, which gives keys to drafters whatever the target's temperature is."""
+    settings = {"max_tokens": 24, "policy": "wy"}
+    plain = complete(tiny.model(), [5, 9, 2], drafter=None, **settings)
+    half = Scripted("chain2", truth=(plain.tokens,), probability=(0.5, 0.5))
+    drafted = complete(tiny.model(), [5, 9, 2], drafter=half, **settings)
+    assert drafted.tokens == plain.tokens
+    assert 0 < drafted.stats.num_accepted_tokens < drafted.stats.num_draft_tokens
