@@ -25,6 +25,7 @@ MODES = {"greedy": Sampling(), "sampled": Sampling(temperature=0.8, top_p=0.95)}
 PLAIN_POLICY = "replay"  # its published state is the native chain, bit for bit
 DRAFTS = (
     "mtp:chain5",
+    "mtp_tree:best15x10",
     "suffix:best16x8",
     "mtp+suffix:hydra27",
     f"{DEFAULT_DRAFTER}:{DEFAULT_TREE}",
