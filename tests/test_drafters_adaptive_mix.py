@@ -13,7 +13,6 @@ from lookup_oracle import as_paths, best_prefixes, groups, majority
 import treejax
 from treejax.drafters import Lookup, Mix, MTPSuffix, ResponseStore
 from treejax.drafters import trust as trust_of
-from treejax.drafters.adaptive import empty_mix, observe_mix, rest_mix
 from treejax.drafters.head_cache import Passes
 from treejax.drafters.merge import merge
 from treejax.drafters.prefixes import Pool, best_first
@@ -334,19 +333,3 @@ def test_text_is_plain_decodings():
     assert [each.tokens for each in drafted] == [each.tokens for each in plain]
     accepted = [each.stats.num_accepted_tokens for each in drafted]
     assert min(accepted[:2]) > 10, "what the store holds must be copied"
-
-
-def test_a_step_without_a_proposal_teaches_nothing():
-    """What was copied before a rest is not held against the tokens that plain steps emit."""
-    memory = empty_mix(2, Lookup(), 4)
-    offered = memory.copies.replace(
-        tokens=jnp.full((2, 4), 7, jnp.int32),
-        ratios=jnp.ones((2, 4), jnp.float32),
-        length=jnp.full(2, 3, jnp.int32),
-    )
-    memory = memory.replace(copies=offered, made=jnp.int32(5))
-    emitted, count = jnp.full((2, 1), 7, jnp.int32), jnp.ones(2, jnp.int32)
-    learned = observe_mix(memory, emitted, count, 0.98)
-    assert float(learned.trust.offered.sum()) == 2.0 and int(learned.passes) == 5
-    rested = observe_mix(rest_mix(memory), emitted, count, 0.98)
-    assert float(rested.trust.offered.sum()) == 0.0 and int(rested.passes) == 0

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import tiny
 
-from treejax.drafters import MTP, Budget, MTPSuffix, MTPTree, Resting, Suffix
+from treejax.drafters import MTP, Budget, Lookup, MTPSuffix, MTPTree, Resting, Suffix
+from treejax.drafters.adaptive import empty_mix, observe_mix, rest_mix
 from treejax.drafters.base import Draft
 from treejax.drafters.head_cache import empty_head, observe_head, prime_head, rest_head
 from treejax.drafters.pace import Ledger
@@ -173,3 +174,19 @@ def test_drawn_sizes_serve_coin_rules_and_every_size_must_suit_the_rule():
     mixed = Budget((MTP("2", draws="iid"), MTP("chain4", draws="iid")))
     with pytest.raises(ValueError, match="serves chains only"):
         complete(tiny.model(), PROMPT, drafter=mixed, rule="block", sampling=Sampling(0.8))
+
+
+def test_a_step_without_a_proposal_teaches_nothing():
+    """What was copied before a rest is not held against the tokens that plain steps emit."""
+    memory = empty_mix(2, Lookup(), 4)
+    offered = memory.copies.replace(
+        tokens=jnp.full((2, 4), 7, jnp.int32),
+        ratios=jnp.ones((2, 4), jnp.float32),
+        length=jnp.full(2, 3, jnp.int32),
+    )
+    memory = memory.replace(copies=offered, made=jnp.int32(5))
+    emitted, count = jnp.full((2, 1), 7, jnp.int32), jnp.ones(2, jnp.int32)
+    learned = observe_mix(memory, emitted, count, 0.98)
+    assert float(learned.trust.offered.sum()) == 2.0 and int(learned.passes) == 5
+    rested = observe_mix(rest_mix(memory), emitted, count, 0.98)
+    assert float(rested.trust.offered.sum()) == 0.0 and int(rested.passes) == 0

@@ -5,6 +5,7 @@ rows by drafter and columns by budget. Every generation is held against plain de
 figure is never that of a broken state.
 """
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -73,8 +74,8 @@ def label_of(arm: str) -> str:
         return PLAIN
     _, _, draft = arm.partition("/")
     drafter, _, tree = draft.partition(":")
-    form = "".join(character for character in tree.partition("/")[0] if character.isalpha())
-    form = form.removesuffix("x").removesuffix("x") or "widths"
+    named = re.match("[a-z]+", tree)
+    form = named[0] if named else "widths"
     return f"{drafter} {form}" if tree else drafter
 
 

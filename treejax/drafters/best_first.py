@@ -39,13 +39,19 @@ def best_tree(grown: Grown, pending: Array, shape: Best) -> Tree:
     )
     above = grown.above[entry]
     parent = jnp.where(above >= 0, place[jnp.maximum(above, 0)], 0)
+    return packed(grown.tokens[entry], parent, used, pending, shape.depth)
+
+
+def packed(tokens: Array, parent: Array, used: Array, pending: Array, depth: int) -> Tree:
+    """One sequence's tree: ``pending`` in row 0, then the candidates [N] that are ``used``, which
+    come first. ``parent`` [N] are rows of the tree; siblings rank in the order of their rows."""
     parent = jnp.append(jnp.int32(-1), jnp.where(used, parent, -1))
-    earlier = jnp.tri(shape.capacity, k=-1, dtype=bool)
+    earlier = jnp.tri(parent.shape[0], k=-1, dtype=bool)
     siblings = earlier & (parent[:, None] == parent[None, :]) & (parent >= 0)[:, None]
     return Tree(
-        tokens=jnp.append(pending, jnp.where(used, grown.tokens[entry], -1)),
+        tokens=jnp.append(pending.astype(jnp.int32), jnp.where(used, tokens, -1)),
         parent=parent,
         rank=siblings.sum(axis=1, dtype=jnp.int32),
         size=1 + used.sum(dtype=jnp.int32),
-        max_depth=shape.depth,
+        max_depth=depth,
     )

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from treejax.drafters.best_first import packed
 from treejax.drafters.lookup import Lookup, Matches
 from treejax.shapes import Array, Float32, Int32, typed
 from treejax.tree import Tree
@@ -120,17 +121,7 @@ def best_first(pool: Pool, pending: Array, nodes: int, depth: int) -> Tree:
     used = jnp.arange(nodes) < kept.sum()
     above = pool.parent[entry]
     parent = jnp.where(above < 0, 0, order[jnp.maximum(above, 0)] + 1)
-    parent = jnp.append(jnp.int32(-1), jnp.where(used, parent, -1))
-    token = jnp.where(used, pool.tokens[entry], -1)
-    earlier = jnp.tri(nodes + 1, k=-1, dtype=bool)
-    siblings = earlier & (parent[:, None] == parent[None, :]) & (parent >= 0)[:, None]
-    return Tree(
-        tokens=jnp.append(pending.astype(jnp.int32), token),
-        parent=parent,
-        rank=siblings.sum(axis=1, dtype=jnp.int32),
-        size=1 + used.sum(dtype=jnp.int32),
-        max_depth=depth,
-    )
+    return packed(pool.tokens[entry], parent, used, pending, depth)
 
 
 @typed
