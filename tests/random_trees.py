@@ -77,3 +77,20 @@ def parent_lists(draw, max_size=31, max_depth=None):
     if kind == "backwards":
         return children_first(random_parents(rng, size))[0]
     return shuffle({"chain": chain, "star": star, "comb": comb}[kind](size), rng)[0]
+
+
+def likely_tree(rng, capacity, depth, vocabulary, future):
+    """A random tree in any packing; some nodes hold what will really come, as a good drafter's."""
+    parents = random_parents(rng, int(rng.integers(1, capacity + 1)), depth)
+    tokens = random_tokens(rng, parents, vocabulary)
+    node = 0
+    for true in future:
+        below = [v for v, above in enumerate(parents) if above == node]
+        if not below or rng.random() < 0.15:
+            break
+        node = int(rng.choice(below))
+        for other in below:
+            if tokens[other] == true:
+                tokens[other] = tokens[node]
+        tokens[node] = true
+    return tokens, parents

@@ -17,7 +17,6 @@ from treejax.steps.rules import (
     Traversal,
     Typical,
     WithoutReplacement,
-    check_rule,
     rule_for,
 )
 from treejax.steps.select import select
@@ -248,10 +247,10 @@ def test_a_rule_is_fitted_to_what_the_drafter_says():
     assert rule_for("match", "fixed", Best(27, 5)) is REGISTRY["match"]
     for name in ("multi_step", "without_replacement", "block", "traversal"):
         for proposals in ("iid", "without_replacement"):
-            check_rule(name, proposals, CHAIN)
+            rule_for(name, proposals, CHAIN)
     for proposals in ("fixed", "coupled", "iid", "without_replacement"):
-        check_rule("match", proposals, TREE)
-        check_rule("typical", proposals, TREE)
+        rule_for("match", proposals, TREE)
+        rule_for("typical", proposals, TREE)
     assert [name for name, rule in REGISTRY.items() if not rule.lossless] == ["typical"]
     assert all(rule.name == name for name, rule in REGISTRY.items())
 
@@ -271,7 +270,7 @@ def test_a_rule_is_fitted_to_what_the_drafter_says():
 )
 def test_refusals_are_one_line(rule, proposals, shape, message):
     with pytest.raises(ValueError) as error:
-        check_rule(rule, proposals, shape)
+        rule_for(rule, proposals, shape)
     assert message in str(error.value) and "\n" not in str(error.value)
 
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from random_trees import random_parents, random_tokens
+from random_trees import likely_tree
 from sampling_cases import padded, stacked
 from sampling_oracle import random_settings
 from toy_target import Target
@@ -58,19 +58,8 @@ def tree_step(tree, limit, sampling, keys, index, length, history):
 
 
 def draft(rng, root, future):
-    """A random tree in any packing; some nodes hold what will really come."""
-    parents = random_parents(rng, int(rng.integers(1, CAPACITY + 1)), DEPTH)
-    tokens = random_tokens(rng, parents, V)
-    tokens[0], node = root, 0
-    for true in future:
-        below = [v for v, above in enumerate(parents) if above == node]
-        if not below or rng.random() < 0.15:
-            break
-        node = int(rng.choice(below))
-        for other in below:
-            if tokens[other] == true:
-                tokens[other] = tokens[node]
-        tokens[node] = true
+    tokens, parents = likely_tree(rng, CAPACITY, DEPTH, V, future)
+    tokens[0] = root
     return tokens, parents
 
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from random_trees import random_parents, random_tokens
+from random_trees import likely_tree
 from toy_target import Target
 
 from treejax.sampling import Sampling, sample
@@ -27,23 +27,6 @@ def plain_streams(target, prompts, count, sampling, keys):
 CAPACITY, DEPTH = 12, 4
 
 
-def draft(rng, vocabulary, future):
-    """A random tree in any packing; some nodes hold what will really come, as a good drafter's."""
-    parents = random_parents(rng, int(rng.integers(1, CAPACITY + 1)), DEPTH)
-    tokens = random_tokens(rng, parents, vocabulary)
-    node = 0
-    for true in future:
-        below = [v for v, above in enumerate(parents) if above == node]
-        if not below or rng.random() < 0.15:
-            break
-        node = int(rng.choice(below))
-        for other in below:
-            if tokens[other] == true:
-                tokens[other] = tokens[node]
-        tokens[node] = true
-    return tokens, parents
-
-
 def tree_streams(target, prompts, count, sampling, keys, futures, seed):
     """The same through trees and ``select``: (streams, mean emitted a step)."""
     rng = np.random.default_rng(seed)
@@ -59,7 +42,9 @@ def tree_streams(target, prompts, count, sampling, keys, futures, seed):
     while min(len(t) - len(p) for t, p in zip(texts, prompts, strict=True)) < count:
         drafts = []
         for text, prompt, future in zip(texts, prompts, futures, strict=True):
-            tokens, parents = draft(rng, target.vocabulary, future[len(text) - len(prompt) :])
+            tokens, parents = likely_tree(
+                rng, CAPACITY, DEPTH, target.vocabulary, future[len(text) - len(prompt) :]
+            )
             tokens[0] = text[-1]
             drafts.append((tokens, parents))
         tree = Tree.from_parents(*zip(*drafts, strict=True), capacity=CAPACITY, max_depth=DEPTH)

@@ -21,7 +21,7 @@ from treejax.policies import REGISTRY as POLICIES
 from treejax.policies import make_policy
 from treejax.sampling import Sampling
 from treejax.steps.rules import REGISTRY as RULES
-from treejax.steps.rules import check_rule
+from treejax.steps.rules import rule_for
 
 _FILTERS = ("top_k", "top_p", "min_p")
 _PENALTIES = {
@@ -176,7 +176,7 @@ def read_options(arguments: Sequence[str]) -> Options | None:
     drafter = None if given.plain else given.drafter or "auto"
     if drafter != "auto":
         made = make_drafter(drafter, given.tree)
-        check_rule(given.rule, made.proposals, made.shape)
+        rule_for(given.rule, made.proposals, made.shape)
     return Options(
         checkpoint=given.checkpoint,
         prompt=_read_prompt(given.prompt, given.prompt_file),

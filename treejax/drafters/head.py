@@ -8,28 +8,10 @@ import numpy as np
 from treejax import layers
 from treejax.drafters.base import Draft
 from treejax.drafters.candidates import Step, drawn, head_sampling, ranked, target_noise
-from treejax.drafters.head_cache import (
-    HeadMemory,
-    Passes,
-    empty_head,
-    observe_head,
-    prime_head,
-    rest_head,
-)
+from treejax.drafters.head_cache import HeadMemory, Passes
 from treejax.drafters.topologies import StaticTree
-from treejax.drafters.vocabulary import head_weights, to_full, to_tokens
+from treejax.drafters.vocabulary import to_full, to_tokens
 from treejax.shapes import Array
-
-__all__ = [
-    "HeadMemory",
-    "draft_tokens",
-    "empty_head",
-    "fill_tree",
-    "head_weights",
-    "observe_head",
-    "prime_head",
-    "rest_head",
-]
 
 
 def draft_tokens(

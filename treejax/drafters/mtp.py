@@ -9,16 +9,10 @@ from typing import Any, ClassVar
 
 from treejax.drafters.base import Draft, Shaped
 from treejax.drafters.candidates import DRAWS
-from treejax.drafters.head import (
-    empty_head,
-    fill_tree,
-    head_weights,
-    observe_head,
-    prime_head,
-    rest_head,
-)
+from treejax.drafters.head import fill_tree
+from treejax.drafters.head_cache import empty_head, observe_head, prime_head, rest_head
 from treejax.drafters.topologies import Best, StaticTree
-from treejax.drafters.vocabulary import check_vocabulary
+from treejax.drafters.vocabulary import check_vocabulary, head_weights
 from treejax.shapes import Array
 from treejax.tree import Tree
 

@@ -24,21 +24,20 @@ from treejax.drafters.adaptive import (
 )
 from treejax.drafters.base import Draft, Shaped, path_tokens, refuse_tree
 from treejax.drafters.committed import Committed, append, no_text
-from treejax.drafters.head import (
+from treejax.drafters.head import draft_tokens
+from treejax.drafters.head_cache import (
     HeadMemory,
-    draft_tokens,
+    Passes,
     empty_head,
-    head_weights,
     observe_head,
     prime_head,
     rest_head,
 )
-from treejax.drafters.head_cache import Passes
 from treejax.drafters.lookup import Lookup
 from treejax.drafters.store import ResponseStore, store_weights
 from treejax.drafters.tails import fill_tails
 from treejax.drafters.topologies import Best, Hydra, StaticTree
-from treejax.drafters.vocabulary import check_vocabulary
+from treejax.drafters.vocabulary import check_vocabulary, head_weights
 from treejax.shapes import Array
 from treejax.tree import Tree
 

@@ -76,15 +76,6 @@ def rule_for(rule: str | Rule, proposals: str, shape: StaticTree | Best) -> Rule
     return rule
 
 
-def check_rule(rule: str | Rule, proposals: str, shape: StaticTree | Best) -> None:
-    """Refuse a rule that cannot be right with such proposals or such a tree.
-
-    Raises:
-      ValueError: one line that names the rule, what it was to serve, and what to use.
-    """
-    rule_for(rule, proposals, shape)
-
-
 def _branches(shape: StaticTree | Best) -> bool:
     if isinstance(shape, Best):
         return shape.nodes > 1  # the data decide, and may well branch
