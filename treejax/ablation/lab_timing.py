@@ -146,14 +146,14 @@ def _timed(bench: Bench, label: str, run: Callable[[int], Callable[[], Any]], mo
     def guarded(calls: int) -> Callable[[], Any]:
         try:
             wait = run(calls)
-        except Exception:
+        except Exception:  # raised again: the carry is gone whatever it was
             bench.release()
             raise
 
         def finish() -> Any:
             try:
                 return wait()
-            except Exception:
+            except Exception:  # as above
                 bench.release()
                 raise
 
@@ -193,7 +193,7 @@ def measure(
             for _ in range(-(-warm_up // each.most_calls)):
                 each.run(min(warm_up, each.most_calls))()
             choose_calls(each, lead)
-        except Exception as error:
+        except Exception as error:  # raised again unless memory was lacking
             made[each.name] = lack_of_memory(error)
         else:
             ready.append(each)

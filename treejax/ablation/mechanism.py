@@ -160,7 +160,7 @@ class Mechanism:
         for bench in benches:
             try:
                 apart = time_apart(bench, steps, queue_bytes())
-            except Exception as error:
+            except Exception as error:  # raised again unless memory was lacking
                 problems[bench.name] = lack_of_memory(error)
                 bench.release()
             else:

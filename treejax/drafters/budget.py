@@ -39,6 +39,7 @@ class Budget:
 
     sizes: tuple[Any, ...] = SIZES
     patience: int = 128
+    # None until __post_init__, which knows the depths that a ledger is made for.
     ledger: Ledger = dataclasses.field(default=None, compare=False)  # type: ignore[assignment]
 
     name: ClassVar[str] = "budget"
