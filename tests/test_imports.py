@@ -27,6 +27,7 @@ LAYERS = [
     "agreement training",
     "cli",
     "ablation",
+    "audit",
     "generate compare train evaluate ablate",
 ]
 COMMANDS = ["generate", "compare", "train", "evaluate", "ablate"]
