@@ -20,6 +20,7 @@ from treejax import ablate
 from treejax.ablation import EXPERIMENTS
 from treejax.ablation.figures import HINT
 from treejax.cli.guard import run_command
+from treejax.cli.progress import progress
 
 CONFIGS = Path(__file__).parent.parent / "configs" / "ablations"
 
@@ -221,7 +222,7 @@ def test_progress_without_a_terminal_is_a_line_now_and_then(capsys, monkeypatch)
     """Nothing for short runs; then what is done, of how much, and the time left."""
     now = [0.0]
     monkeypatch.setattr(ablate.time, "monotonic", lambda: now[0])
-    with ablate.progress(terminal=False) as advance:
+    with progress(ablate.NAME, terminal=False) as advance:
         advance("wy", 0, 100)
         now[0] = 29.0
         advance("wy", 10, 100)

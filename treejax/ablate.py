@@ -12,13 +12,11 @@ import argparse
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from treejax.ablation import EXPERIMENTS, Cell, Context, Experiment
 from treejax.ablation.base import RED, Advance, select_arms
@@ -35,11 +33,11 @@ from treejax.ablation.rows import RowFile, missing, read_rows
 from treejax.cli.cache import use_compilation_cache
 from treejax.cli.guard import INTERRUPTED, Parser, run_command, say
 from treejax.cli.kernels import CHOICES
+from treejax.cli.progress import progress
 from treejax.config import read_toml
 
 NAME = "treejax.ablate"
 _OPTIONS = ("wheel", "checkpoint", "dtype", "implementation", "requests")
-_QUIET_S = 30.0  # between two lines of progress where there is no terminal
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -71,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ValueError("--out DIR is missing, expected a folder for rows and summaries")
     experiment, text, seed = read_experiment(options)
     use_compilation_cache()
-    with progress(sys.stderr.isatty()) as advance:
+    with progress(NAME) as advance:
         context = make_context(options, advance)
         wanted = [] if options.arms is None else options.arms.split(",")
         cells = select_arms(experiment.cells(context), wanted, experiment.always)
@@ -179,41 +177,6 @@ def report(
     console = Console(width=_width())
     for table in experiment.tables(file.rows):
         console.print(table)
-
-
-@contextmanager
-def progress(terminal: bool) -> Iterator[Advance]:
-    """A bar with the time left on stderr; where that is no terminal, a line now and then."""
-    if not terminal:
-        yield _lines()
-        return
-    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()
-    console = Console(stderr=True)
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
-        task = bar.add_task("")
-
-        def advance(description: str, done: int, total: int) -> None:
-            bar.update(task, description=description, completed=done, total=total)
-
-        yield advance
-
-
-def _lines() -> Callable[[str, int, int], None]:
-    started = last = time.monotonic()
-    first: int | None = None
-
-    def advance(description: str, done: int, total: int) -> None:
-        nonlocal last, first
-        now = time.monotonic()
-        first = done if first is None else first
-        if now - last < _QUIET_S:
-            return
-        last = now
-        left = (now - started) * (total - done) / (done - first) if done > first else None
-        ahead = "" if left is None else f", {left / 60:.0f} min left"
-        say(NAME, f"{description}: {done} of {total}{ahead}")
-
-    return advance
 
 
 def _width() -> int | None:
