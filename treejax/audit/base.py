@@ -6,6 +6,7 @@ keeps what it was made with, so that it can be read without the run that made it
 
 import dataclasses
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 Where = Mapping[str, int | str]
@@ -47,7 +48,7 @@ class Check:
         return f"{text} [{place}]{note}" if place else text + note
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Report:
     """Checks of one or more audits.
 
@@ -92,3 +93,27 @@ class Report:
             "tables": [{"title": title, "rows": list(rows)} for title, rows in self.tables],
             "facts": dict(self.facts),
         }
+
+    def save(self, folder: str | Path) -> None:
+        """Write report.txt, report.json and report.html into a folder, which is made."""
+        from treejax.audit import page, report  # both read this module
+
+        report.save(self, folder, page.page(self))
+
+    def __str__(self) -> str:
+        """The report as text."""
+        from treejax.audit import report
+
+        return report.as_text(self)
+
+    def __repr__(self) -> str:
+        """One line: a report may hold thousands of checks."""
+        from treejax.audit import report
+
+        return f"<{report.verdict(self)}>"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the verdict and a short table."""
+        from treejax.audit import page
+
+        return page.short(self)

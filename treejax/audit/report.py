@@ -1,0 +1,201 @@
+"""What a report says first, as data and as text; ``page`` says the same as HTML.
+
+Nothing here decides anything: a verdict is the report's own, and every number was a check's.
+"""
+
+import dataclasses
+import io
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from treejax.audit.base import Check, Report
+
+MOST_SHOWN = 20  # failed checks that are shown one by one; report.json has them all
+_WIDTH = 140  # of report.txt
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """All checks of one audit that measured the same thing.
+
+    Attributes:
+      audit, name: theirs.
+      count, failed: how many there are, and how many are red.
+      worst: the one that is nearest to its bound, or furthest past it.
+    """
+
+    audit: str
+    name: str
+    count: int
+    failed: int
+    worst: Check
+
+    def row(self) -> dict[str, Any]:
+        worst = self.worst
+        sign = "at least" if worst.at_least else "at most"
+        return {
+            "audit": self.audit,
+            "what": self.name,
+            "checks": self.count,
+            "failed": self.failed,
+            "worst": worst.value,
+            "bound": f"{sign} {show(worst.bound)}",
+            "of its bound": share(used(worst)),
+            "of": worst.subject,
+            "where": place(worst),
+        }
+
+
+def used(check: Check) -> float:
+    """How much of its bound a check uses up: 0 nothing, 1 all of it, above 1 it failed.
+
+    A number that is not finite has used infinitely much.
+    """
+    value, bound = check.value, check.bound
+    if not math.isfinite(value):
+        return math.inf
+    if check.at_least:
+        if value >= bound and bound <= 0:
+            return 0.0
+        return bound / value if value > 0 else math.inf
+    if value <= 0 <= bound:
+        return 0.0
+    return value / bound if bound > 0 else math.inf
+
+
+def lines(report: Report) -> list[Line]:
+    """One line for everything that was measured, in the order of the checks."""
+    groups: dict[tuple[str, str], list[Check]] = {}
+    for check in report.checks:
+        groups.setdefault((check.audit, check.name), []).append(check)
+    return [
+        Line(audit, name, len(checks), sum(not c.green for c in checks), max(checks, key=_badness))
+        for (audit, name), checks in groups.items()
+    ]
+
+
+def _badness(check: Check) -> tuple[bool, float]:
+    return not check.green, used(check)
+
+
+def verdict(report: Report) -> str:
+    """One line: green or red, of how many checks."""
+    if not report.checks:
+        return "RED: nothing was checked, and that proves nothing"
+    audits = ", ".join(dict.fromkeys(check.audit for check in report.checks))
+    count, failed = f"{len(report.checks):,}", len(report.red)
+    if report.green:
+        return f"GREEN: all {count} checks of {audits} passed"
+    return f"RED: {failed:,} of {count} checks of {audits} failed"
+
+
+def place(check: Check) -> str:
+    """Where a check's number comes from."""
+    return ", ".join(f"{name} {value}" for name, value in check.where.items())
+
+
+def show(value: Any) -> str:
+    """One cell of a table."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool | np.bool_):
+        return "yes" if value else "no"
+    if isinstance(value, int | np.integer):
+        return f"{value:,}"
+    if isinstance(value, float | np.floating):
+        return f"{value:.3g}" if abs(value) < 1000 or not math.isfinite(value) else f"{value:.3e}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {show(each)}" for name, each in value.items())
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return ", ".join(show(each) for each in value)
+    return str(value)
+
+
+def share(part: float) -> str:
+    """A part of a bound."""
+    if not math.isfinite(part):
+        return "not finite"
+    if 0 < part < 0.01:
+        return "< 1 %"
+    return f"{100 * part:.0f} %" if part < 10 else f"{part:.3g} x"
+
+
+def is_number(value: Any) -> bool:
+    """Whether a cell stands to the right."""
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
+
+
+def write_text(report: Report, console: Console) -> None:
+    """The whole report: who was audited, verdict, worst numbers, tables, what is not covered."""
+
+    def say(line: str) -> None:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    for name, value in report.facts.get("audited", {}).items():
+        say(f"{name + ':':<16}{show(value)}")
+    for title, rows in (("checks", [line.row() for line in lines(report)]), *report.tables):
+        if rows:
+            console.print(make_table(title, rows))
+    missing = report.facts.get("not audited", ())
+    if missing:
+        say("Not audited:")
+    for line in missing:
+        say(f"  {line}")
+    for check in report.red[:MOST_SHOWN]:
+        say(f"failed: {check}")
+    if len(report.red) > MOST_SHOWN:
+        say(f"and {len(report.red) - MOST_SHOWN:,} more, all of which report.json names")
+    say(verdict(report))
+
+
+def make_table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for name, value in rows[0].items():
+        side = "right" if is_number(value) else "left"
+        table.add_column(name, justify=side, overflow="fold")
+    for row in rows:
+        table.add_row(*(show(value) for value in row.values()))
+    return table
+
+
+def as_text(report: Report) -> str:
+    """The report as it stands in report.txt."""
+    file = io.StringIO()
+    write_text(report, Console(file=file, width=_WIDTH))
+    return file.getvalue()
+
+
+def as_json(report: Report) -> str:
+    """The report as JSON of the standard: numbers that are not finite are texts."""
+    return json.dumps(_plain(report.as_json()), indent=1, allow_nan=False) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, np.ndarray | np.generic):
+        return _plain(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Sequence | set | frozenset):
+        return [_plain(each) for each in value]
+    return str(value)
+
+
+def save(report: Report, folder: str | Path, page: str) -> None:
+    """report.txt, report.json and report.html (``page``) in a folder, which is made."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {"report.txt": as_text(report), "report.json": as_json(report), "report.html": page}
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
