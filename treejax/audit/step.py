@@ -48,8 +48,15 @@ class Subject:
 
 
 class Engine(struct.PyTreeNode):
-    """What goes from step to step: state, the drafter's memory, pending tokens [B], the history
-    that penalties read (or None), and the path that was published last."""
+    """What goes from step to step.
+
+    Attributes:
+      state, memory: the model's state and the drafter's memory.
+      pending: [B] tokens that are emitted and not yet in the state.
+      history: what penalties read, or None.
+      before: the path that was published last, with the root that it began with as its
+        ``pending``: what an engine that mixes up its steps would still have at hand.
+    """
 
     state: State
     memory: Any
@@ -97,7 +104,7 @@ def cycle(
     tree, q, draft = subject.drafter.propose(draft, state, engine.pending, keys)
     serving = state.replace(policy=fault.policy(state.policy, hit))
     out, scratch = verify_trees(config, params, serving, fault.tree(tree, hit))
-    out, scratch = fault.verified(state, tree, out, scratch, hit)
+    out = fault.verified(tree, out, scratch, hit)
     choice = select(
         *(tree, out.logits),
         sampling=sampling,
@@ -110,13 +117,17 @@ def cycle(
     choice = fault.chosen(tree, choice, hit)
     after = publish_path(serving, scratch, choice).replace(policy=state.policy)
     after = fault.published(state, scratch, choice, after, hit)
-    shown = fault.shown(params, out.hidden, hit)
+    shown = fault.shown(params, out.hidden, choice, hit)
     draft = fault.observed(draft, subject.drafter.observe(draft, tree, choice, shown), hit)
     if history is not None:
         history = extend(history, path_tokens(tree, choice.path), choice.length)
     tokens, count = choice.emitted(tree)
     engine = Engine(
-        state=after, memory=draft.memory, pending=choice.pending, history=history, before=choice
+        state=after,
+        memory=draft.memory,
+        pending=choice.pending,
+        history=history,
+        before=choice.replace(pending=engine.pending),
     )
     return engine, Cycle(tree, q, out.logits, choice, tokens, count)
 
