@@ -7,6 +7,7 @@ one narrow panel, so that a phone shows it at a size that can be read.
 import dataclasses
 import io
 import math
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -18,6 +19,9 @@ COLOURS = ("#3b7dd8", "#d9822b", "#2a9d6f", "#b8569f", "#c94a4a", "#7a8794", "#8
 _MARKS = "osD^vPX*"
 _INK = "#010203"  # what becomes the colour of the page's text
 _FLOOR = 1e-4  # of a bound: less is drawn here
+
+
+LONG = "long"  # the schedule whose cycles are counted in thousands
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,21 +37,29 @@ def figures(report: Report) -> list[Figure]:
     """All that the checks give; none without matplotlib."""
     if not can_draw():
         return []
+    short = [check for check in report.checks if check.where.get("schedule") != LONG]
+    long = [check for check in report.checks if check.where.get("schedule") == LONG]
     made = [
-        by_place(report.checks, "continuation", "cycle"),
-        by_place(report.checks, "continuation", "layer"),
-        by_place(report.checks, "component", "layer"),
+        by_place(short, "continuation", "cycle"),
+        by_place(short, "continuation", "layer"),
+        by_place(long, "continuation", "cycle", "of the long run"),
+        by_place(short, "component", "layer"),
         p_values(report.checks),
     ]
     return [figure for figure in made if figure is not None]
 
 
-def by_place(checks: Iterable[Check], audit: str, axis: str) -> Figure | None:
-    """The largest share of its bound that each measure used up, by cycle or by layer."""
+def by_place(
+    checks: Iterable[Check], audit: str, axis: str, what: str = "against its bound"
+) -> Figure | None:
+    """The largest share of its bound that each measure used up, by cycle or by layer.
+
+    What must be exactly 0 has no share and is left out.
+    """
     lines: dict[str, dict[int, float]] = {}
     for check in checks:
         where = check.where.get(axis)
-        if check.audit == audit and isinstance(where, int):
+        if check.audit == audit and check.bound > 0 and isinstance(where, int):
             line = lines.setdefault(check.name, {})
             line[where] = max(line.get(where, 0.0), used(check))
     if not lines:
@@ -75,7 +87,8 @@ def by_place(checks: Iterable[Check], audit: str, axis: str) -> Figure | None:
     _legend(figure, axes)
     caption = "The worst of all subjects and prefixes"
     caption += f"; errors below {_FLOOR:g} of the bound are drawn there, 0 among them."
-    return Figure(f"Error by {axis}, {audit}", caption, _svg(figure, f"{audit}-{axis}"))
+    title = f"Error {what} by {axis}, {audit}"
+    return Figure(title, caption, _svg(figure, title))
 
 
 def p_values(checks: Iterable[Check]) -> Figure | None:
@@ -132,4 +145,6 @@ def _svg(figure: Any, salt: str) -> str:
     with matplotlib.rc_context(settings):
         figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
     text = buffer.getvalue()
+    text = re.sub(r'<g id="[^"]*"', "<g", text)  # the same names in every figure, and no use
+    text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
     return text[text.index("<svg") :].replace(_INK, "currentColor")
