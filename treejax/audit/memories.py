@@ -47,7 +47,8 @@ def compare_drafters(
     """([B] distance, [B] nodes that differ) of proposals from ``memory`` and from plain's.
 
     Both are given plain's pending token. Proposing completes what a head's cache holds of the
-    prefix, so the caches are compared afterwards; without one the distance is 0. What a drafter
+    prefix, so the caches are compared afterwards; without one the distance is 0, and infinite for
+    one that stands for another number of tokens. What a drafter
     learns from how its own proposals fared is not a matter of the prefix and is taken from
     ``memory`` on both sides.
 
@@ -60,25 +61,30 @@ def compare_drafters(
             f"{subject.drafter.name!r}: decode with drafter="
         )
     rows = np.arange(len(offset)) if rows is None else rows
-    theirs = jax.tree.map(lambda leaf: _at(leaf, offset, rows), plain.memory)
-    theirs = _with_experience(theirs, memory)
+    theirs = _with_experience(memory_at(plain, offset, rows), memory)
     pending, length = plain.tokens[rows, offset], plain.start[rows] + offset
-    state = plain.state.replace(length=jnp.asarray(length, jnp.int32), recurrent=())
     how = model.config, subject.drafter, weights
-    rest = jnp.asarray(pending), keys, sampling.prepared(model.config.vocab_size)
-    mine, proposed = _propose(*how, memory, state.length, *rest)
-    want, expected = _propose(*how, theirs, state.length, *rest)
+    settings = sampling.prepared(model.config.vocab_size)
+    rest = jnp.asarray(length, jnp.int32), jnp.asarray(pending), keys, settings
+    mine, proposed = _propose(*how, memory, *rest)
+    want, expected = _propose(*how, theirs, *rest)
     other = np.zeros(len(rows), np.int64)
     for a, b in zip(proposed, expected, strict=True):
         other += (np.asarray(a) != np.asarray(b)).reshape(len(rows), -1).sum(axis=1)
     near = np.zeros(len(rows))
-    for a, b in zip(_heads(mine), _heads(want), strict=True):
-        near = np.maximum(near, _cache_distance(a, b, length))
+    for a, b in zip(heads(mine), heads(want), strict=True):
+        near = np.maximum(near, cache_distance(a, b, length))
+        near = np.where(np.asarray(a.rows + a.count) == length, near, np.inf)
     return near, other
 
 
+def memory_at(plain: Plain, offset: np.ndarray, rows: np.ndarray) -> Any:
+    """The drafter's memory that plain had after ``offset`` [B] tokens of its sequences ``rows``."""
+    return jax.tree.map(lambda leaf: _at(leaf, offset, rows), plain.memory)
+
+
 def _at(leaf: np.ndarray, offset: np.ndarray, rows: np.ndarray) -> Array:
-    """Leaf [T + 1, B, ...] at each sequence's position; counters of the whole batch: any."""
+    """Leaf [T + 1, B, ...] at each sequence's position; of a counter [T + 1] the latest."""
     if leaf.ndim < 2:
         return jnp.asarray(leaf[offset.max()])
     return jnp.asarray(leaf[offset, rows])
@@ -122,21 +128,60 @@ class _Prefix(NamedTuple):
     length: Array
 
 
-def _heads(memory: Any) -> list[HeadMemory]:
+def heads(memory: Any) -> list[HeadMemory]:
     nodes = jax.tree.leaves(memory, is_leaf=lambda node: isinstance(node, HeadMemory))
     return [node for node in nodes if isinstance(node, HeadMemory)]
 
 
-def _cache_distance(mine: HeadMemory, theirs: HeadMemory, length: np.ndarray) -> np.ndarray:
-    """[B] largest relative distance over heads, keys and values of the first ``length`` rows.
-
-    A cache that counts another number of rows stands for another prefix: infinite.
-    """
+def cache_distance(mine: HeadMemory, theirs: HeadMemory, length: np.ndarray) -> np.ndarray:
+    """[B] largest relative distance of a head's first ``length`` [B] rows, of keys or values."""
     worst = np.zeros(len(length))
-    counted = np.asarray(mine.rows + mine.count)
     for a, b in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
         a, b = np.asarray(a), np.asarray(b)
         for row, end in enumerate(length):
             far = relative(a[row, :end], b[row, :end], axes=(0, 2)).max()
-            worst[row] = max(worst[row], far)
-    return np.where(counted == length, worst, np.inf)
+            worst[row] = np.maximum(worst[row], far)  # not a number stays so
+    return worst
+
+
+def fragile(
+    model: Model,
+    subject: Subject,
+    weights: Any,
+    memory: Any,
+    plain: Plain,
+    offset: np.ndarray,
+    *,
+    size: float,
+    keys: Array,
+    sampling: Sampling,
+    tries: int = 8,
+) -> np.ndarray:
+    """[B] whose proposal hangs on rounding: noise of relative ``size`` in plain's own head cache
+    and waiting rows changes it, in one of ``tries``."""
+    rows = np.arange(len(offset))
+    theirs = _with_experience(memory_at(plain, offset, rows), memory)
+    length = jnp.asarray(plain.start[rows] + offset, jnp.int32)
+    settings = sampling.prepared(model.config.vocab_size)
+    rest = length, jnp.asarray(plain.tokens[rows, offset]), keys, settings
+    how = model.config, subject.drafter, weights
+    random = np.random.default_rng(0)
+
+    def shaken(head: Any) -> Any:
+        if not isinstance(head, HeadMemory):
+            return head
+        noisy = {}
+        for name in ("keys", "values", "waiting"):
+            leaf = getattr(head, name)
+            noise = 1.0 + size * random.uniform(-1.0, 1.0, leaf.shape)
+            noisy[name] = jnp.asarray(np.asarray(leaf, np.float64) * noise, leaf.dtype)
+        return head.replace(**noisy)
+
+    _, expected = _propose(*how, theirs, *rest)
+    found = np.zeros(len(offset), bool)
+    for _ in range(tries):
+        moved = jax.tree.map(shaken, theirs, is_leaf=lambda node: isinstance(node, HeadMemory))
+        _, proposed = _propose(*how, moved, *rest)
+        for a, b in zip(proposed, expected, strict=True):
+            found |= (np.asarray(a) != np.asarray(b)).reshape(len(offset), -1).any(axis=1)
+    return found

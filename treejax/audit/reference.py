@@ -179,7 +179,7 @@ def decode_from(
     config = model.config
     settings = sampling.prepared(config.vocab_size)
     began = with_policy(start.state, policy)
-    first = _drawn(start.logits, settings, keys, began.length, start.history)
+    first = drawn_from(start.logits, settings, keys, began.length, start.history)
     state, recorded = _decode(
         *(config, by, count, model.params, start.draft.weights),
         *(began, start.draft.memory, first[0], start.history, keys, settings),
@@ -231,7 +231,7 @@ def _decode(
         state, memory, history, logits, pending = plain_step(
             config, drafter, params, weights, state, memory, pending, history, keys, sampling
         )
-        token, margin, second = _drawn(logits, sampling, keys, state.length, history)
+        token, margin, second = drawn_from(logits, sampling, keys, state.length, history)
         left = (state.policy.read(state.recurrent), state.conv, logits, pending, margin, second)
         return (state, memory, pending, history), (*left, memory)
 
@@ -283,7 +283,7 @@ def plain_step(
 
 
 @jax.jit
-def _drawn(
+def drawn_from(
     logits: Array, sampling: Sampling, keys: Array, position: Array, history: History | None
 ) -> tuple[Array, Array, Array]:
     """The token that is drawn from logits [B, V], by how much, and which comes next: [B] each."""

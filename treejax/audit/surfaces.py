@@ -35,7 +35,8 @@ class Measured(NamedTuple):
     Attributes:
       offset: [B] tokens after the prompt that the state should hold now.
       distances: by name of ``SURFACES``: R [B, Lg, Hv]; C [B, Lg]; new K and old K [B, La, 2, Hkv],
-        keys and values; divergence [B] and drafter [B].
+        keys and values; divergence [B] and drafter [B]; and ``logits`` [B], the largest change of
+        one logit, by which near ties are judged.
       counts: by name of ``EXACT``: [B] int.
     """
 
@@ -79,7 +80,7 @@ def measure(
         "length": np.abs(length - (plain.start[rows] + there)),
         "old rows": _changed(before.state, after.state, plain.start[rows] + offset),
     }
-    distances["divergence"] = divergence(shown, path, plain, offset, rows)
+    distances |= compare_logits(shown, path, plain, offset, rows)
     near, other = compare_drafters(
         *(model, subject, weights, after.memory, plain, there),
         keys=keys,
@@ -152,15 +153,21 @@ def _arrays(state: State) -> tuple[Array, ...]:
     return R, state.conv, state.keys[:, :, :-1], state.values[:, :, :-1]
 
 
-def divergence(
+def compare_logits(
     shown: Cycle, path: np.ndarray, plain: Plain, offset: np.ndarray, rows: np.ndarray
-) -> np.ndarray:
-    """[B] largest KL(plain || engine) in nats over the nodes of the right path; 0 without one."""
+) -> dict[str, np.ndarray]:
+    """The largest over the nodes of the right path, 0 without one: ``divergence`` [B], KL(plain ||
+    engine) in nats, and ``logits`` [B], the change of one logit."""
     batch = np.arange(len(rows))[:, None]
-    mine = np.asarray(shown.logits, np.float64)[batch, np.maximum(path, 0)]
+    mine = np.asarray(shown.logits)[batch, np.maximum(path, 0)]
     place = offset[:, None] + 1 + np.arange(path.shape[1])[None, :]
     theirs = plain.logits[np.minimum(place, plain.count), rows[:, None]]
-    return np.where(path >= 0, kl(theirs, mine), 0.0).max(axis=1)
+    real = path >= 0
+    change = np.abs(mine - theirs).max(axis=-1)
+    return {
+        "divergence": np.where(real, kl(theirs, mine), 0.0).max(axis=1),
+        "logits": np.where(real, change, 0.0).max(axis=1),
+    }
 
 
 def kl(p: np.ndarray, q: np.ndarray) -> np.ndarray:

@@ -1,0 +1,169 @@
+"""Bounds for an engine's distances from plain decoding: calibrated, written down, then frozen.
+
+Controls are plain decoding done otherwise (``audit.controls``): what separates them from plain is
+rounding and nothing else. A bound is ``floor + factor x`` the controls' largest distance, by
+surface and layer. An envelope names what it was made of and carries a digest of all it says, so
+that neither a change of its numbers nor its use for another model goes unnoticed.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from treejax.model import Model
+
+FLOORS = {
+    "float32": {"relative": 4e-6, "nats": 1e-9, "margin": 1e-5},
+    "bfloat16": {"relative": 2**-7, "nats": 1e-3, "margin": 2**-3},
+}
+"""The least that a bound may be: some 32 units in the last place of float32, two of bfloat16 (its
+rounding of a stored row); nats of divergence; and nats between two tokens that may be exchanged."""
+
+CEILINGS = {
+    "float32": {"relative": 2e-3, "nats": 1.5e-2},
+    "bfloat16": {"relative": 0.4, "nats": 0.5},
+}
+"""Controls that need wider bounds than these prove nothing, and calibrating says so. In float32
+they are a tenth of the smallest bounds of LumoTree's audit: 0.02 and 0.15 nats."""
+
+LUMOTREE = {"relative": 0.02, "nats": 0.15}
+"""The floors of LumoTree's bounds, each candidate being allowed twice its bound."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Envelope:
+    """What distances may be.
+
+    Attributes:
+      bounds: by surface, a number a layer of that surface (one for ``divergence``, ``drafter`` and
+        ``margin``): the largest distance that passes.
+      controls: by control and surface, the largest distance seen, over layers.
+      provenance: what it was calibrated on: model, config, device, versions, prefixes, settings.
+    """
+
+    bounds: Mapping[str, tuple[float, ...]]
+    controls: Mapping[str, Mapping[str, float]]
+    provenance: Mapping[str, Any]
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of everything it says."""
+        said = json.dumps(self._content(), sort_keys=True)
+        return hashlib.sha256(said.encode()).hexdigest()
+
+    @property
+    def margin(self) -> float:
+        """Nats between plain's two best tokens below which rounding may exchange them."""
+        return self.bounds["margin"][0]
+
+    def widest(self, surface: str) -> float:
+        """The bound of the layer that has the largest."""
+        return max(self.bounds[surface], default=0.0)
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON, with its digest."""
+        text = json.dumps({**self._content(), "digest": self.digest}, indent=1, sort_keys=True)
+        Path(path).write_text(text + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Envelope":
+        """Read what ``save`` wrote.
+
+        Raises:
+          ValueError: one line: no such file, not an envelope, or its content was changed.
+        """
+        try:
+            said = json.loads(Path(path).read_text(encoding="utf-8"))
+            digest = said.pop("digest")
+            bounds = {name: tuple(values) for name, values in said.pop("bounds").items()}
+            made = cls(bounds, said.pop("controls"), said.pop("provenance"))
+        except FileNotFoundError:
+            raise ValueError(f"no such envelope: {path}") from None
+        except (ValueError, KeyError, AttributeError, TypeError):
+            raise ValueError(f"{path} is no envelope, expected what Envelope.save wrote") from None
+        if said or made.digest != digest:
+            raise ValueError(
+                f"{path} was changed after it was calibrated (its digest does not fit), "
+                "expected an untouched file: calibrate again"
+            )
+        return made
+
+    def check_use(self, model: Model) -> None:
+        """Refuse another model, dtype, config or kind of device than it was calibrated for.
+
+        Raises:
+          ValueError: one line.
+        """
+        mine = identity(model)
+        for name, value in mine.items():
+            if self.provenance.get(name) != value:
+                raise ValueError(
+                    f"the envelope was calibrated for another {name} "
+                    f"({self.provenance.get(name)}), expected {value}: calibrate for this one"
+                )
+
+    def _content(self) -> dict[str, Any]:
+        return {
+            "bounds": {name: list(values) for name, values in self.bounds.items()},
+            "controls": {name: dict(values) for name, values in self.controls.items()},
+            "provenance": dict(self.provenance),
+        }
+
+
+def bounds_from(
+    dtype: str, worst: Mapping[str, np.ndarray], factor: float
+) -> dict[str, tuple[float, ...]]:
+    """Bounds from the controls' largest distances by surface and layer.
+
+    ``worst["logits"]`` is the largest change of one logit: two may move against each other by twice
+    that, which makes the margin.
+
+    Raises:
+      ValueError: the controls lie too far apart to prove anything, or are not finite.
+    """
+    floors, ceilings, bounds = FLOORS[dtype], CEILINGS[dtype], {}
+    for name, values in worst.items():
+        if name == "logits":
+            continue
+        unit = "nats" if name == "divergence" else "relative"
+        made = floors[unit] + factor * np.ravel(values)
+        if made.size and not made.max() <= ceilings[unit]:
+            raise ValueError(
+                f"plain decoding done otherwise differs in {name} by {np.max(values):.2g}, "
+                f"expected at most {(ceilings[unit] - floors[unit]) / factor:.2g}: no envelope of "
+                f"{dtype} can be calibrated on this model and device"
+            )
+        bounds[name] = tuple(made.tolist())
+    margin = floors["margin"] + 2.0 * factor * float(np.max(worst["logits"]))
+    return bounds | {"margin": (margin,)}
+
+
+def identity(model: Model) -> dict[str, str]:
+    """What an envelope is bound to: parameters, config, dtype, and the kind of device."""
+    config = json.dumps(dataclasses.asdict(model.config), sort_keys=True)
+    return {
+        "dtype": jnp.dtype(model.dtype).name,
+        "config": hashlib.sha256(config.encode()).hexdigest()[:16],
+        "model": _fingerprint(model),
+        "device": jax.devices()[0].device_kind,
+    }
+
+
+def _fingerprint(model: Model) -> str:
+    """16 hexadecimal digits over name, shape, dtype and evenly spread values of every parameter."""
+    made = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_flatten_with_path(model.params)[0]:
+        made.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode())
+        flat = np.ravel(np.asarray(leaf))
+        made.update(flat[:: max(1, flat.size // _SAMPLED)].tobytes())
+    return made.hexdigest()[:16]
+
+
+_SAMPLED = 4096  # values of a parameter, at least, if it has as many
