@@ -37,6 +37,7 @@ from treejax.audit.component_truth import Nodes, Step, errors, same_bits
 from treejax.policies import Policy
 
 Advance = Callable[[str, int, int], None]
+FULL = Settings()
 SPLITS = ("calibration", "held-out")
 INACTIVE = (
     "outputs are compared with all 32 rows of the tree active, as LumoTree computes its masked "
@@ -67,9 +68,7 @@ class Subject:
         self.checks.append(Check(AUDIT, self.label, name, where, float(wrong), 0.0, note=note))
 
 
-def run(
-    policies: Sequence[Policy], settings: Settings = Settings(), advance: Advance = silent
-) -> Report:
+def run(policies: Sequence[Policy], settings: Settings = FULL, advance: Advance = silent) -> Report:
     """Audit policies.
 
     Args:

@@ -24,7 +24,7 @@ NEEDED = ("init", "plan", "scan", "commit", "read", "buffers")
 
 
 class Verified(NamedTuple):
-    """Outputs [L, B, N, Hv, dv]; scratch of every layer; the carry; where each row went, or None."""
+    """Outputs [L, B, N, Hv, dv]; scratch of every layer; the carry; where rows went, or None."""
 
     outputs: Array
     scratch: tuple[Any, ...]
@@ -134,7 +134,8 @@ class Rig:
         """The single-token step that this policy's results are held against."""
         if not self.sorts:
             return native
-        rig = Rig(Replay(implementation=self.policy.implementation))
+        replay: Any = Replay(implementation=self.policy.implementation)
+        rig = Rig(replay)
 
         def decode(R: np.ndarray, row: Row) -> tuple[np.ndarray, np.ndarray]:
             batch = R.shape[1]
@@ -157,11 +158,11 @@ class Rig:
         path = pack([[0]] * s.batch, s.depth)
         R = jax.ShapeDtypeStruct(pool, jnp.float32)
         try:
-            carry = jax.eval_shape(lambda R: self.policy.init(R, s.key_heads), R)
-            verified = jax.eval_shape(self._verify, carry, drawn.layers(), tree)
+            carry = jax.eval_shape(lambda R: self._init(R, s.key_heads), R)
+            verified = jax.eval_shape(self.verify, carry, drawn.layers(), tree)
             parts = verified.scratch, path, verified.place
-            after = jax.eval_shape(self._commit, verified.carry, *parts)
-            states = jax.eval_shape(self._read, after)
+            after = jax.eval_shape(self.commit, verified.carry, *parts)
+            states = jax.eval_shape(self.read, after)
         except Exception as error:
             reason = str(error).strip().partition("\n")[0]
             raise ValueError(

@@ -121,15 +121,14 @@ def travel(rig: Rig, journey: Journey) -> Seen:
         states, before = rig.states(after), R
         rows = len(stage.outputs)
         outputs = np.moveaxis(np.asarray(verified.outputs), 2, 0)[:rows]
-        mask = stage.active
         pairs = (
-            (outputs, stage.outputs, stage.decoded_outputs, 2, mask),
+            (outputs, stage.outputs, stage.decoded_outputs, 2, stage.active),
             (states, stage.states, stage.decoded_states, 3, np.ones(states.shape[:2], bool)),
         )
-        for name in ("made", "decoded"):
-            which = 0 if name == "made" else 2
-            cells[name].append([_cells(errors(p[which], p[1], p[3]), p[4]) for p in pairs])
-        cells["bits"].append([same_bits(p[0], p[2], p[3])[p[4]] for p in pairs])
+        for made, truth, decoded, axes, mask in pairs:
+            cells["made"].append(_cells(errors(made, truth, axes), mask))
+            cells["decoded"].append(_cells(errors(decoded, truth, axes), mask))
+            cells["bits"].append(same_bits(made, decoded, axes)[mask])
         for b, path in enumerate(stage.paths):
             if not path:
                 idle += 1
@@ -140,8 +139,10 @@ def travel(rig: Rig, journey: Journey) -> Seen:
                     same &= _equal(_sequence(carry, b), _sequence(after, b))
                 moved += not same
         carry, R = after, states
-    made, decoded = (_joined(cells[name]) for name in ("made", "decoded"))
-    bits = [np.concatenate([stage[i] for stage in cells["bits"]]) for i in range(2)]
+    made, decoded = (
+        (_joined(cells[name][::2]), _joined(cells[name][1::2])) for name in ("made", "decoded")
+    )
+    bits = [np.concatenate(cells["bits"][i::2]) for i in range(2)]  # outputs, states by turns
     counts = int(bits[0].sum()), int(bits[1].sum())
     return Seen(made, decoded, counts, (bits[0].size, bits[1].size), moved, idle, wrote)
 
@@ -171,13 +172,9 @@ def _cells(found: Errors, mask: np.ndarray) -> Errors:
     return Errors(*(x[mask] for x in found))
 
 
-def _joined(stages: Sequence[Sequence[Errors]]) -> tuple[Errors, Errors]:
-    """Cells of all stages, outputs and states apart."""
-
-    def join(which: int) -> Errors:
-        return Errors(*(np.concatenate(x) for x in zip(*(s[which] for s in stages), strict=True)))
-
-    return join(0), join(1)
+def _joined(stages: Sequence[Errors]) -> Errors:
+    """Cells of all stages."""
+    return Errors(*(np.concatenate(leaf) for leaf in zip(*stages, strict=True)))
 
 
 def _sequence(carry: Any, b: int) -> Any:
