@@ -61,12 +61,17 @@ def plain_of(
 ) -> Plain:
     """Plain decoding of prefixes, as far as the cycles may need, with this drafter's memory."""
     return decode(
-        *(model, texts, settings.tokens(max(drafter.max_depth, DEPTH))),
+        *(model, texts, settings.tokens(depth_of(drafter))),
         sampling=settings.sampling,
         keys=settings.keys(),
-        max_length=settings.rows(model, max(drafter.max_depth, DEPTH)),
+        max_length=settings.rows(model, depth_of(drafter)),
         drafter=drafter,
     )
+
+
+def depth_of(drafter: Drafter) -> int:
+    """The depth of trees that plain decoding must suffice for: the drafter's, or the controls'."""
+    return max(drafter.max_depth, DEPTH)
 
 
 def by_layer(values: np.ndarray) -> np.ndarray:

@@ -6,6 +6,7 @@ paper, with bounds that are calibrated by layer). Tokens, lengths and old attent
 """
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from treejax.audit.calibration import calibrate, plain_of
 from treejax.audit.continuation_settings import FULL, SCHEDULES, Settings
 from treejax.audit.envelope import LUMOTREE, Envelope
 from treejax.audit.prefixes import digest
-from treejax.audit.schedules import Course, follow_schedule
+from treejax.audit.schedules import Course, compile_step, follow_schedule
 from treejax.audit.step import Subject
 from treejax.audit.verdict import Tally
 from treejax.model import Model
@@ -54,6 +55,8 @@ def run(
         _check_subject(subject, settings)
     calibrated = envelope is None
     advance("envelope", 0, len(subjects) + 1)
+    pool = ThreadPoolExecutor(max_workers=1)  # one program compiles while others run
+    ready = [pool.submit(compile_step, model, subject, settings) for subject in subjects]
     if envelope is None:
         envelope = calibrate(model, settings)
     envelope.check_use(model)
@@ -70,6 +73,7 @@ def run(
         if subject.drafter not in references:  # the last one alone: records are large
             references = {subject.drafter: plain_of(model, texts, subject.drafter, settings)}
         plain = references[subject.drafter]
+        ready[done - 1].result()
         tally = Tally(model, subject, envelope)
         course = Course(model, subject, texts, plain, settings)
         ends = {name: follow_schedule(course, name, tally) for name in settings.schedules}

@@ -32,6 +32,19 @@ def relative(mine: np.ndarray, theirs: np.ndarray, axes: tuple[int, ...]) -> np.
     return np.where((size == 0) & (difference > 0), np.inf, ratio)
 
 
+def worst_row(mine: np.ndarray, theirs: np.ndarray) -> np.ndarray:
+    """[L, H] the largest distance of a row of [L, T, H, D], in units of the rows' RMS norm; 0
+    without rows. One wrong row shows at its full size however many are right."""
+    if not mine.shape[1]:
+        return np.zeros((mine.shape[0], mine.shape[2]))
+    a, b = np.asarray(mine, np.float32), np.asarray(theirs, np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        difference = np.square(a - b, dtype=np.float64).sum(axis=3).max(axis=1)
+        size = np.square(b, dtype=np.float64).sum(axis=3).mean(axis=1)
+    ratio = np.sqrt(difference / np.where(size > 0, size, 1.0))
+    return np.where((size == 0) & (difference > 0), np.inf, ratio)
+
+
 def compare_drafters(
     model: Model,
     subject: Subject,
@@ -139,7 +152,7 @@ def cache_distance(mine: HeadMemory, theirs: HeadMemory, length: np.ndarray) -> 
     for a, b in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
         a, b = np.asarray(a), np.asarray(b)
         for row, end in enumerate(length):
-            far = relative(a[row, :end], b[row, :end], axes=(0, 2)).max()
+            far = worst_row(a[None, row, :end], b[None, row, :end]).max()
             worst[row] = np.maximum(worst[row], far)  # not a number stays so
     return worst
 

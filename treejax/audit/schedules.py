@@ -10,17 +10,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from treejax.audit.calibration import depth_of
 from treejax.audit.continuation_settings import Settings
 from treejax.audit.controls import cut
 from treejax.audit.limits import FREE, OUT, ROOT, Limited, limited, with_limits
 from treejax.audit.memories import fragile
-from treejax.audit.reference import Plain, Start, engine_of, take_in
+from treejax.audit.reference import NATIVE, Plain, Start, engine_of, take_in
 from treejax.audit.step import Cycle, Engine, Subject, cycle
 from treejax.audit.surfaces import measure
 from treejax.audit.verdict import Tally
 from treejax.history import begin as begin_history
 from treejax.model import Model
 from treejax.saving import restore_checkpoint, save_checkpoint
+from treejax.state import init_state
 
 
 class Course(NamedTuple):
@@ -74,6 +76,25 @@ def step(
         limited(jnp.asarray(limit, jnp.int32)),
         jnp.int32(0),
     )
+
+
+def compile_step(model: Model, subject: Subject, settings: Settings) -> None:
+    """Compile the step of a subject, without a prefix: on a thread, while others still run."""
+    drafter, batch, nothing = subject.drafter, settings.prefixes, [0] * settings.prefixes
+    rows = settings.rows(model, depth_of(drafter))
+    draft = drafter.init(model, batch, rows)
+    state = init_state(model.config, batch, rows, model.dtype, NATIVE)
+    history = None
+    if settings.sampling.needs_history:
+        ones = jnp.ones(batch, jnp.int32)
+        history = begin_history(ones[:, None], ones, model.config.vocab_size)
+    start = Start(state, draft, jnp.zeros((batch, model.config.vocab_size)), history)
+    cycle.lower(
+        *(model.config, with_limits(subject), model.params, draft.weights),
+        *(engine_of(subject, start, nothing), settings.keys()),
+        settings.sampling.prepared(model.config.vocab_size),
+        *(limited(jnp.asarray(nothing, jnp.int32)), jnp.int32(0)),
+    ).compile()
 
 
 def start_of(course: Course, schedule: str) -> tuple[Engine, Any]:
@@ -167,10 +188,12 @@ def limits_of(settings: Settings, runs: Subject, batch: int, index: int) -> np.n
 
 def _through_disk(engine: Engine, tally: Tally, where: dict[str, Any]) -> Engine:
     """The engine saved, and restored into arrays of another object."""
-    target = jax.tree.map(jnp.zeros_like, engine)
+    target = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), engine)
     with tempfile.TemporaryDirectory() as folder:
         save_checkpoint(Path(folder) / "state", 0, engine)
-        restored = restore_checkpoint(Path(folder) / "state", target).tree
+        restored = jax.tree.map(
+            jnp.asarray, restore_checkpoint(Path(folder) / "state", target).tree
+        )
     pairs = zip(jax.tree.leaves(engine), jax.tree.leaves(restored), strict=True)
     differ = sum(np.asarray(a).tobytes() != np.asarray(b).tobytes() for a, b in pairs)
     tally.exact("arrays that a saved state lost", differ, where)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treejax.audit.memories import compare_drafters, relative
+from treejax.audit.memories import compare_drafters, relative, worst_row
 from treejax.audit.reference import Plain
 from treejax.audit.step import Cycle, Engine, Subject
 from treejax.model import Model
@@ -142,8 +142,8 @@ def distances_of(
         pairs = (keys, plain.keys), (values, plain.values)
         for which, (mine, theirs) in enumerate(pairs):
             a, c = mine[:, b, :end], theirs[:, row, :end]
-            new[b, :, which] = relative(a[:, first:], c[:, first:], axes=(1, 3))
-            old[b, :, which] = relative(a[:, :first], c[:, :first], axes=(1, 3))
+            new[b, :, which] = worst_row(a[:, first:], c[:, first:])
+            old[b, :, which] = worst_row(a[:, :first], c[:, :first])
     return made | {"new K": new, "old K": old}
 
 
