@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from treejax import layers
+from treejax.audit.faults.around import bare
 from treejax.audit.faults.base import Fault, Hit, Strike
 from treejax.config import ModelConfig
 from treejax.drafters import Drafter
@@ -97,7 +98,8 @@ def cycle(
 ) -> tuple[Engine, Cycle]:
     """Step number ``index`` of every sequence; ``weights`` are those of the drafter's ``Draft``."""
     state, history, fault = engine.state, engine.history, subject.fault
-    hit = Hit(strike.cycle == index, strike.layer, strike.head, strike.row, engine.before)
+    place = strike.layer, strike.head, strike.row
+    hit = Hit(strike.cycle == index, *place, before=engine.before, which=strike.which)
     own, *_ = per_sequence(state.batch, sampling, keys, state.length, config.vocab_size)
     draft = Draft(weights=weights, memory=engine.memory, config=config, sampling=own)
 
@@ -116,6 +118,7 @@ def cycle(
     )
     choice = fault.chosen(tree, choice, hit)
     after = publish_path(serving, scratch, choice).replace(policy=state.policy)
+    scratch = scratch.replace(recurrent=tuple(map(bare, scratch.recurrent)))
     after = fault.published(state, scratch, choice, after, hit)
     shown = fault.shown(params, out.hidden, choice, hit)
     draft = fault.observed(draft, subject.drafter.observe(draft, tree, choice, shown), hit)

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from treejax.audit.faults.base import Hit, masked, nth
-from treejax.audit.faults.carries import graft
+from treejax.audit.faults.base import Hit, masked, nth, struck
+from treejax.audit.faults.carries import decayed, graft
 from treejax.config import ModelConfig
 from treejax.delta_rule import Operands
 from treejax.policies import Path, Policy, Scanned
@@ -26,6 +26,13 @@ class Kept(NamedTuple):
     operands: Operands
     carry: Any
     plan: Any
+
+
+def bare(scratch: Any) -> Any:
+    """What the policy itself left of one layer."""
+    while isinstance(scratch, Kept):
+        scratch = scratch.scratch
+    return scratch
 
 
 @dataclasses.dataclass(eq=False)
@@ -85,6 +92,33 @@ class OtherOperands(Around):
         return graft(right, self.inner.commit(carry, again, path), self.hit)
 
 
+class Sized(NamedTuple):
+    """A plan, and the rows of each tree [B] that are in use."""
+
+    plan: Any
+    size: Array
+
+
+@dataclasses.dataclass(eq=False)
+class FillersDecay(Around):
+    """Commits decay, in the struck layer and head, by what the unused rows of the tree say."""
+
+    def plan(self, topology: Topology) -> Sized:
+        return Sized(self.inner.plan(topology), topology.size)
+
+    def scan(self, carry: Any, layer: int, operands: Operands, plan: Sized) -> Scanned:
+        made = self.inner.scan(carry, layer, operands, plan.plan)
+        return made._replace(scratch=Kept(made.scratch, operands, carry, plan))
+
+    def commit(self, carry: Any, scratch: Sequence[Any], path: Path) -> Any:
+        right = super().commit(carry, scratch, path)
+        logs = jnp.stack([kept.operands.g for kept in scratch])  # [Lg, B, N, Hv]
+        unused = jnp.arange(logs.shape[2])[None, :] >= scratch[0].plan.size[:, None]
+        total = jnp.where(unused[None, :, :, None], logs, 0.0).sum(axis=2)
+        here = struck(self.hit, logs.shape[0], logs.shape[3])
+        return decayed(right, jnp.where(here, total, 0.0))
+
+
 class Plans(NamedTuple):
     """The plan of the tree, and that of the tree with another parent."""
 
@@ -94,7 +128,10 @@ class Plans(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class OtherParent(Around):
-    """One row of the tree continues the row before it in the struck layer's recurrence and head."""
+    """One row of the tree continues the row before it in the struck layer's recurrence and head.
+
+    ``inner`` must be a policy itself: the scratch of one that keeps more cannot be mixed.
+    """
 
     def plan(self, topology: Topology) -> Plans:
         parent, rows = topology.parent, jnp.arange(topology.parent.shape[1])[None, :]

@@ -33,12 +33,14 @@ class Strike(struct.PyTreeNode):
       cycle: the step; -1 never.
       layer: among the layers of the struck kind; heads alike. Larger numbers wrap round.
       row: of the tree or of the path, as the fault says; larger numbers wrap round.
+      which: among the faults that one program holds (``anyone.AnyOf``), or None.
     """
 
     cycle: Array
     layer: Array
     head: Array
     row: Array
+    which: Array | None = None
 
 
 class Hit(struct.PyTreeNode):
@@ -53,6 +55,7 @@ class Hit(struct.PyTreeNode):
     head: Array
     row: Array
     before: Choice
+    which: Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,14 +66,16 @@ class Course:
       parents: [T, B, N] of the trees of T steps, -1 for root and inactive rows.
       depths: [T, B, N].
       sizes: [T, B] rows in use.
-      roots: [T, B] pending tokens.
+      tokens: [T, B, N] of the trees; a column of roots first.
+      tails: [T, B, W] the last tokens before each step, the pending one not among them.
       paths: [T, B, P] published nodes, -1 padded; lengths: [T, B].
     """
 
     parents: np.ndarray
     depths: np.ndarray
     sizes: np.ndarray
-    roots: np.ndarray
+    tokens: np.ndarray
+    tails: np.ndarray
     paths: np.ndarray
     lengths: np.ndarray
 

@@ -8,11 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from treejax.audit.faults.around import Around, OtherOperands, OtherParent
-from treejax.audit.faults.base import Course, Fault, Hit, nth, struck
+from treejax.audit.faults.around import FillersDecay, OtherOperands, OtherParent
+from treejax.audit.faults.base import Course, Fault, Hit, nth
 from treejax.audit.faults.carries import (
     DEFERRED,
-    decayed,
     graft,
     matrices,
     path_in,
@@ -201,13 +200,4 @@ class FillerDecays(Fault):
         return course.sizes < course.parents.shape[2]
 
     def policy(self, policy: Policy, hit: Hit) -> Policy:
-        return Around(policy, hit)
-
-    def published(
-        self, state: State, scratch: Scratch, choice: Choice, after: State, hit: Hit
-    ) -> State:
-        logs = jnp.stack([kept.operands.g for kept in scratch.recurrent])  # [Lg, B, N, Hv]
-        unused = jnp.arange(logs.shape[2])[None, :] >= scratch.tree.size[:, None]
-        total = jnp.where(unused[None, :, :, None], logs, 0.0).sum(axis=2)
-        here = struck(hit, logs.shape[0], logs.shape[3])
-        return after.replace(recurrent=decayed(after.recurrent, jnp.where(here, total, 0.0)))
+        return FillersDecay(policy, hit)

@@ -1,5 +1,6 @@
 """Faults of the step itself: which token is verified, which rows come back, how much is kept."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -19,7 +20,7 @@ class StaleRoot(Fault):
 
     def shows(self, policy: Policy, course: Course) -> np.ndarray:
         changed = np.zeros_like(course.always)
-        changed[1:] = course.roots[1:] != course.roots[:-1]
+        changed[1:] = course.tokens[1:, :, 0] != course.tokens[:-1, :, 0]
         return changed
 
     def tree(self, tree: Tree, hit: Hit) -> Tree:
@@ -73,7 +74,18 @@ class OneTooMany(Fault):
         more = hit.now & (jnp.take_along_axis(choice.path, end, axis=1)[:, 0] >= 0)
         more = more & (choice.length < choice.path.shape[1])
         longer = choice.replace(length=choice.length + more.astype(jnp.int32))
-        return publish_path(state, scratch, longer)
+        wrong = publish_path(state, scratch, longer)
+
+        def take(wrong: Array, right: Array) -> Array:
+            return jnp.where(masked(hit, right, axis=1), wrong, right)
+
+        return after.replace(
+            recurrent=jax.tree.map(take, wrong.recurrent, after.recurrent),
+            conv=take(wrong.conv, after.conv),
+            keys=take(wrong.keys, after.keys),
+            values=take(wrong.values, after.values),
+            length=jnp.where(hit.now, wrong.length, after.length),
+        )
 
 
 def _shorter(choice: Choice, hit: Hit, drop: bool) -> Choice:

@@ -1,0 +1,60 @@
+"""The bounds that planted faults are judged by: the continuation audit's own, and one more for the
+logits of every row of a tree.
+
+Both come from controls, plain decoding done otherwise, on calibration texts; no fault and no
+subject under audit takes part. The control of rows is native decoding's verify of whole trees.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+
+from treejax.audit.calibration import by_layer, calibrate
+from treejax.audit.continuation_settings import Settings
+from treejax.audit.detection_bench import GREEDY, Bench
+from treejax.audit.detection_run import ROWS, Judge, row_distances
+from treejax.audit.envelope import bounds_from
+from treejax.audit.reference import NATIVE, engine_of
+from treejax.audit.step import Subject, cycle, never
+from treejax.audit.surfaces import measure
+from treejax.steps.rules import REGISTRY as RULES
+
+
+def judge_of(bench: Bench, factor: float, controls: Settings | None) -> Judge:
+    """Bounds for faults, from a bench of calibration texts.
+
+    Args:
+      factor: of the bounds that come from the bench, over what its control showed.
+      controls: of the continuation audit, whose envelope is then calibrated; None takes native
+        decoding's verify of the bench's trees for the only control of all surfaces.
+    """
+    worst = _native(bench)
+    dtype = jnp.dtype(bench.model.dtype).name
+    if controls is None:
+        return Judge(bounds_from(dtype, worst, factor))
+    logits = {name: worst[name] for name in (ROWS, "logits")}
+    rows = bounds_from(dtype, logits, factor)
+    return Judge({ROWS: rows[ROWS], **calibrate(bench.model, controls).bounds})
+
+
+def _native(bench: Bench) -> dict[str, np.ndarray]:
+    """The largest distances of native decoding's own verify, by surface and layer."""
+    subject = Subject(NATIVE, bench.drafter, RULES["match"])
+    engine = engine_of(subject, bench.start, bench.plain.tokens[:, 0])
+    settings = GREEDY.prepared(bench.model.config.vocab_size)
+    worst: dict[str, np.ndarray] = {ROWS: np.zeros(1)}
+    for t in range(bench.steps):
+        before = engine
+        engine, shown = cycle(
+            *(bench.model.config, subject, bench.model.params, bench.weights, before, bench.keys),
+            *(settings, never(bench.batch), jnp.int32(t)),
+        )
+        worst[ROWS] = np.maximum(worst[ROWS], row_distances(bench, shown, t).max())
+        measured = measure(
+            *(bench.model, subject, bench.weights, before, engine, shown, bench.plain),
+            *(bench.offsets[t],),
+            keys=bench.keys,
+            sampling=GREEDY,
+        )
+        for name, values in measured.distances.items():
+            worst[name] = np.maximum(worst.get(name, 0.0), by_layer(values))
+    return worst

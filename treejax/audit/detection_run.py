@@ -1,0 +1,120 @@
+"""One engine, right or faulty, run over a bench and judged step by step against plain.
+
+The judge sees the engine's outputs and plain's record. Its bounds come from controls alone; a count
+(of wrong tokens, say) must be 0.
+"""
+
+import dataclasses
+import zlib
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+import numpy as np
+
+from treejax.audit.detection_bench import GREEDY, Bench
+from treejax.audit.faults import Fault, Strike
+from treejax.audit.memories import relative
+from treejax.audit.reference import engine_of
+from treejax.audit.step import Cycle, Subject, cycle, never
+from treejax.audit.surfaces import Measured, measure
+from treejax.policies import Policy
+
+ROWS = "row logits"
+"""The surface that is judged beside those of ``surfaces``: logits of all rows of the tree."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Judge:
+    """Bounds by surface, a number a layer or one; the name ``row logits`` among them."""
+
+    bounds: Mapping[str, tuple[float, ...]]
+
+    def findings(self, measured: Measured, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """By surface [B]: how many times its bound was reached; infinite where a count is not 0."""
+        made = {}
+        for name, distance in (*measured.distances.items(), (ROWS, rows)):
+            if name not in self.bounds:  # changes of single logits make the margin of a tie
+                continue
+            bound = np.asarray(self.bounds[name])
+            shape = [1, -1, *[1] * (distance.ndim - 2)] if len(bound) > 1 else [1] * distance.ndim
+            ratio = np.where(np.isfinite(distance), distance, np.inf) / bound.reshape(shape)
+            made[name] = ratio.reshape(len(ratio), -1).max(axis=1)
+        for name, count in measured.counts.items():
+            made[name] = np.where(count > 0, np.inf, 0.0)
+        return made
+
+
+@dataclasses.dataclass(frozen=True)
+class Caught:
+    """What became of B sequences.
+
+    Attributes:
+      struck: [B] whether a fault struck at all.
+      cycle: [B] the first step with a finding, -1 without one.
+      seen: the surfaces that were beyond their bounds then, a set a sequence.
+      ratio: [B] how many times its bound the clearest of them reached; 0 without one.
+    """
+
+    struck: np.ndarray
+    cycle: np.ndarray
+    seen: tuple[frozenset[str], ...]
+    ratio: np.ndarray
+
+    @property
+    def caught(self) -> np.ndarray:
+        return self.cycle >= 0
+
+
+def run_bench(bench: Bench, subject: Subject, judge: Judge, strike: Strike | None = None) -> Caught:
+    """All steps, or as many as it takes until every struck sequence is caught."""
+    at = never(bench.batch) if strike is None else strike
+    struck = np.asarray(at.cycle) >= 0
+    config, everyone = bench.model.config, np.arange(bench.batch)
+    engine = engine_of(subject, bench.start, bench.plain.tokens[:, 0])
+    settings = GREEDY.prepared(config.vocab_size)
+    first, best = np.full(bench.batch, -1), np.zeros(bench.batch)
+    seen = [frozenset[str]() for _ in everyone]
+    for t in range(bench.steps):
+        before, offset = engine, bench.offsets[t]
+        engine, shown = cycle(
+            *(config, subject, bench.model.params, bench.weights, before, bench.keys),
+            *(settings, at, jnp.int32(t)),
+        )
+        measured = measure(
+            *(bench.model, subject, bench.weights, before, engine, shown, bench.plain, offset),
+            keys=bench.keys,
+            sampling=GREEDY,
+        )
+        ratios = judge.findings(measured, row_distances(bench, shown, t))
+        table = np.stack(list(ratios.values()))  # [surfaces, B]
+        found = (table > 1).any(axis=0) & (first < 0)
+        for b in np.flatnonzero(found):
+            seen[b] = frozenset(name for name, ratio in ratios.items() if ratio[b] > 1)
+        first[found], best[found] = t, table.max(axis=0)[found]
+        if strike is not None and (first >= 0)[struck].all():
+            break
+    return Caught(struck, first, tuple(seen), best)
+
+
+def row_distances(bench: Bench, shown: Cycle, t: int) -> np.ndarray:
+    """[B, N] relative L2 distances of the rows' logits from plain's; 0 in rows of another token
+    than was foreseen, which is a finding of its own."""
+    tokens = np.asarray(shown.tree.tokens)
+    far = relative(np.asarray(shown.logits), bench.logits[t], axes=(2,))
+    same = (tokens == bench.course.tokens[t]).all(axis=1, keepdims=True)
+    return np.where(same & (tokens >= 0), far, 0.0)
+
+
+def draw_strikes(fault: Fault, policy: Policy, bench: Bench, seeds: int, seed: int) -> Strike:
+    """A random place each in ``seeds`` sequences, in a step in which the fault shows.
+
+    Sequences in which it never would are passed over; if there are too few others, fewer are
+    struck.
+    """
+    shows = fault.shows(policy, bench.course)
+    random = np.random.default_rng([seed, zlib.crc32(fault.name.encode())])
+    chance = np.where(shows, random.random(shows.shape), -1.0)
+    able = shows.any(axis=0)
+    cycle = np.where(able & (np.cumsum(able) <= seeds), chance.argmax(axis=0), -1)
+    places = random.integers(1 << 16, size=(3, bench.batch))
+    return Strike(*(jnp.asarray(x, jnp.int32) for x in (cycle, *places)))
