@@ -5,6 +5,7 @@ that was calibrated on other prefixes and frozen before (the audit of LumoTree, 
 paper, with bounds that are calibrated by layer). Tokens, lengths and old attention rows are exact.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -80,9 +81,14 @@ def run(
         if settings.fresh_process:
             fresh.continue_elsewhere(course, ends["resumed"], tally)
         if settings.long_tokens:
-            long_run.run(model, subject, settings, tally)
+            long_run.run(
+                *(model, subject, settings, tally),
+                functools.partial(advance, f"{subject.name}, long run"),
+            )
         checks += tally.checks
         tables += [("largest distances", tuple(tally.rows()))]
+        if tally.left_out:
+            tables += [("left out", tuple(tally.left_out))]
         if tally.drift:
             tables += [("long run, by cycle", tuple(tally.drift))]
         if settings.tightness:

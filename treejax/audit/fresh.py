@@ -29,17 +29,19 @@ def continue_elsewhere(course: Course, end: End, tally: Tally) -> None:
     Args:
       end: what the schedule left in this process.
 
+    What another process cannot know, because it is defined in ``__main__``, is left out with a
+    note.
+
     Raises:
-      ValueError: one line: the subject cannot be sent to another process, or that one failed.
+      ValueError: one line: the process failed.
     """
     model, subject = course.model, course.subject
     kinds = subject.policy, subject.drafter, subject.rule, subject.fault
     local = [type(kind).__name__ for kind in kinds if type(kind).__module__ == "__main__"]
     if local:
-        raise ValueError(
-            f"{local[0]} is defined in __main__, where a fresh process cannot find it: put it into "
-            "a module, or set fresh_process=False"
-        )
+        why = f"{local[0]} is defined in __main__, where another process cannot find it"
+        tally.left_out.append({"subject": subject.name, "left out": "fresh process", "why": why})
+        return
     last = {"before": end.start, "after": end.engine, "shown": end.shown}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -6,6 +6,7 @@ recorded for one more step, and all surfaces of the subject's next step are meas
 
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -39,8 +40,17 @@ ROWS = 256
 """Tokens between two measured steps are counted up to a multiple of this: few programs."""
 
 
-def run(model: Model, subject: Subject, settings: Settings, tally: Tally) -> None:
-    """Generate ``settings.long_tokens`` tokens, in as many texts as the context asks for."""
+def run(
+    model: Model,
+    subject: Subject,
+    settings: Settings,
+    tally: Tally,
+    advance: Callable[[int, int], None],
+) -> None:
+    """Generate ``settings.long_tokens`` tokens, in as many texts as the context asks for.
+
+    ``advance`` is told how many there are, and how many there will be.
+    """
     drafter, slack = subject.drafter, 2 * (subject.drafter.max_depth + 1)
     context = model.config.max_position_embeddings
     prompt = min(settings.length, context // 4)
@@ -61,6 +71,7 @@ def run(model: Model, subject: Subject, settings: Settings, tally: Tally) -> Non
     total, alive = np.zeros(batch, np.int64), np.ones(batch, bool)
     emitted: list[list[int]] = [[] for _ in texts]  # since plain was last brought up
     runs = with_limits(subject)
+    index = 0
     for index in itertools.count():
         done = total >= each
         if done[alive].all() or (done.any() and runs is subject):  # a faulty one cannot sit out
@@ -68,6 +79,7 @@ def run(model: Model, subject: Subject, settings: Settings, tally: Tally) -> Non
         limit = np.where(done, OUT, FREE + drafter.max_depth)
         measured = index % settings.long_every == 0
         if measured:
+            advance(min(int(total.sum()), settings.long_tokens), settings.long_tokens)
             native, alive = _bring_up(native, emitted, alive, index, model, drafter, tally, how)
             emitted = [[] for _ in texts]
             plain = decode_from(model, native.start, drafter.max_depth + 1, by=drafter, **how)
@@ -96,6 +108,7 @@ def run(model: Model, subject: Subject, settings: Settings, tally: Tally) -> Non
             emitted[b] += tokens[b, : count[b]].tolist()
         total = total + count
         engine = after
+    _, alive = _bring_up(native, emitted, alive, index, model, drafter, tally, how)
     tally.facts["long run"] = {
         "tokens": int(total.sum()),
         "texts": batch,

@@ -33,11 +33,13 @@ class Tally:
       checks: made so far.
       facts: counts for the report.
       drift: rows of the long run's table.
+      left_out: rows that say what could not be done, and why.
     """
 
     def __init__(self, model: Model, subject: Subject, envelope: Envelope):
         self.checks: list[Check] = []
         self.drift: list[dict[str, Any]] = []
+        self.left_out: list[dict[str, Any]] = []
         self.facts: dict[str, Any] = {
             "steps": 0,
             "tokens": 0,
