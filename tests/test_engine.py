@@ -95,7 +95,8 @@ def test_stream_yields_what_complete_returns():
 
 def served_by(compiled):
     """The programs among them that run the model."""
-    return {name for name in compiled if name in ("jit(absorb)", "jit(step)")}
+    programs = "absorb", "prime", "adopt", "step"
+    return {name for name in compiled if name in {f"jit({program})" for program in programs}}
 
 
 # FC-16
@@ -305,6 +306,16 @@ def test_fc23_no_more_prefill_variants_than_buckets():
         for block, _ in prompt_blocks(np.zeros((1, length), np.int32), np.array([length]))
     }
     assert shapes == set(PREFILL_BUCKETS)
+
+
+def test_fc23_policies_drafters_and_settings_share_what_takes_in_the_prompt():
+    """FC-23: the model's part of a prompt is compiled once, whatever decodes afterwards."""
+    model, penalised = byte_model.model(), Sampling(temperature=1.0, presence_penalty=0.5)
+    complete(model, PROMPT, max_tokens=2, policy="wy", drafter="mtp", tree="chain2")
+    with compilations() as compiled:
+        how = {"policy": "ring", "drafter": "suffix", "tree": "chain2", "sampling": penalised}
+        complete(model, PROMPT, max_tokens=2, **how)
+    assert served_by(compiled) == {"jit(prime)", "jit(adopt)", "jit(step)"}
 
 
 def test_fc23_all_that_a_rollback_needs_stays_readable():

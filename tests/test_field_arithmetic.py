@@ -83,6 +83,17 @@ def test_fc07_gate_numbers():
     np.testing.assert_allclose(operands.g, -14.87973, rtol=0, atol=1e-5)
 
 
+def test_fc07_sums_of_g_and_products_of_alpha_stay_together():
+    """FC-07: after 10,000 tokens of slow heads both forms of the decay say the same.
+
+    Half a unit of a float32 near 1 is 3e-8: with g as it is, the two would differ by up to 3e-4.
+    """
+    slow = np.geomspace(1e-5, 1e-3, 16, dtype=np.float32)
+    alpha, g = (np.asarray(x, np.float64) for x in layers.decays(-jnp.asarray(slow)))
+    np.testing.assert_allclose(1e4 * g, 1e4 * np.log(alpha), rtol=2e-7)
+    assert np.abs(1e4 * (np.log(alpha) + slow)).max() > 1e-4  # which is what the rule is for
+
+
 @pytest.mark.parametrize("policy", REGISTRY)
 def test_fc07_one_precision_on_every_path(policy):
     """FC-07: two tokens by prompt, single steps, windows of one, and one window of two."""

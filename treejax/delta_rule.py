@@ -22,7 +22,7 @@ class Operands(struct.PyTreeNode):
       q: [T, Hk, dk] L2-normalised, then scaled by dk ** -0.5.
       k: [T, Hk, dk] L2-normalised.
       v: [T, Hv, dv].
-      g: [T, Hv] log decay, <= 0.
+      g: [T, Hv] log decay, <= 0, that of the rounded alpha.
       alpha: [T, Hv] exp(g).
       beta: [T, Hv] write strength.
     """

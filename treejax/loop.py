@@ -7,7 +7,7 @@ that proposes nothing.
 
 import logging
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -24,11 +24,12 @@ from treejax.policies.choose import choose_policy
 from treejax.requests import Request
 from treejax.sampling import Sampling
 from treejax.shapes import Array
-from treejax.state import State, init_state, state_bytes
+from treejax.state import State, init_state, state_bytes, with_policy
 from treejax.stats import Stats
+from treejax.steps.prompt import PROMPT_POLICY, Intake, adopt, first_token
 from treejax.steps.rules import rule_for
 from treejax.steps.rules.base import Rule
-from treejax.steps.together import Carry, Emission, absorb, first_token, step
+from treejax.steps.together import Carry, Emission, step
 
 _log = logging.getLogger(__name__)
 
@@ -107,49 +108,56 @@ def run(
         return None
 
     config, params, weights = model.config, model.params, draft.weights
-    state = init_state(config, len(requests), max_length, model.dtype, policy)
+    state = init_state(config, len(requests), max_length, model.dtype, PROMPT_POLICY)
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     tokens = np.zeros((len(prompts), lengths.max()), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
     check_prompt(config, state, tokens, lengths)
     blocks = list(prompt_blocks(tokens, lengths))
-    logits = jnp.zeros((len(requests), config.vocab_size), jnp.float32)
-    carry = Carry(
-        state=state,
-        memory=draft.memory,
-        pending=jnp.zeros_like(state.length),
-        history=_histories(tokens, lengths, config.vocab_size, settings),
-    )
+    history = _histories(tokens, lengths, config.vocab_size, settings)
+    nobody = np.full(len(requests), -1, np.int32)
     want = np.bool_(logprobs)
-
-    buffers, durable = policy.buffers(config, drafter.capacity, len(requests)), state_bytes(state)
-    started = time.perf_counter()
-    pace = drafter.pace(settings)
     rest = keys, settings, want
-    first = config, forms[0], params, weights  # any form takes in the prompt
     fixed = [(config, *pair, params, weights) for pair in zip(forms, rules, strict=True)]
-    depths = [form.max_depth for form in forms]
-    carry, logits = _prepare(first, fixed, carry, logits, blocks, rest, warm_up)
-    compiled = time.perf_counter()
-    for request in requests:
-        request.stats.compile_s = compiled - started
-        request.stats.state_bytes = durable
-        request.stats.scratch_bytes = sum(buffers.values())
 
-    for block, count in blocks:
-        carry, logits = absorb(*first, carry, logits, block, count)
-    start = carry.state.length, carry.history
-    pending, logprob = first_token(logits, settings, keys, *start, want)
-    carry = carry.replace(pending=pending)
+    started = time.perf_counter()
+    intake = Intake(config, params, forms[0], weights)  # any form takes in the prompt
+    logits = jnp.zeros((len(requests), config.vocab_size), jnp.float32)
+    taken = state, draft.memory, logits
+    carry = jax.eval_shape(
+        lambda state: Carry(with_policy(state, policy), draft.memory, state.length, history), state
+    )
+    jobs = [*intake.programs(taken, blocks), lambda: adopt.lower(state, policy)]
+    jobs += [lambda form=form: step.lower(*form, carry, nobody, *rest) for form in fixed]
+    _compile(jobs)
+    if warm_up:  # prompts of no tokens
+        taken = jax.block_until_ready(intake(taken, [(b, np.zeros_like(n)) for b, n in blocks]))
+    first_token(taken[-1], settings, keys, taken[0].length, history, want)
+    compiled = time.perf_counter()
+
+    state, memory, logits = intake(taken, blocks)
+    pending, logprob = first_token(logits, settings, keys, state.length, history, want)
+    carry = Carry(adopt(state, policy), memory, pending, history)
     firsts, logprob = jax.device_get((pending, logprob))
-    seconds = time.perf_counter() - compiled
+    ready = time.perf_counter()
+    if warm_up:  # steps that no sequence takes part in
+        for form in fixed:
+            carry, _ = step(*form, carry, nobody, *rest)
+        carry = jax.block_until_ready(carry)
+    warmed = time.perf_counter()
+    scratch = sum(policy.buffers(config, drafter.capacity, len(requests)).values())
+    durable = state_bytes(carry.state)
     pieces = []
     for request, token, value in zip(requests, firsts.tolist(), logprob.tolist(), strict=True):
-        request.stats.prefill_s = seconds
+        request.stats.compile_s = compiled - started + warmed - ready
+        request.stats.prefill_s = ready - compiled
+        request.stats.state_bytes = durable
+        request.stats.scratch_bytes = scratch
         pieces.append(Piece(request.take([token], [value]), (token,), (False,)))
     yield pieces
 
+    pace, depths = drafter.pace(settings), [form.max_depth for form in forms]
     while not all(request.finished for request in requests):
         started, limits, form = time.perf_counter(), _limits(requests), pace.choose()
         carry, emission = step(*fixed[form], carry, limits, *rest)
@@ -187,33 +195,12 @@ def state_rows(model: Model, tokens: int) -> int:
     return min(-(-tokens // CACHE_ROWS) * CACHE_ROWS, model.config.max_position_embeddings)
 
 
-def _prepare(
-    first: tuple[Any, ...],
-    fixed: list[tuple[Any, ...]],
-    carry: Carry,
-    logits: Array,
-    blocks: list[tuple[np.ndarray, ...]],
-    settings: tuple[Any, ...],
-    warm_up: bool,
-) -> tuple[Carry, Array]:
-    """Compile all that the loop runs: a step for each form of the drafter, and what takes in the
-    prompt. Carry and logits come back with the values they had."""
-    nobody = np.full(carry.pending.shape, -1, np.int32)
-    variants = {block.shape[1]: (block, np.zeros_like(count)) for block, count in blocks}.values()
-    with ThreadPoolExecutor() as pool:  # one program compiles while the next is traced
-        jobs = [pool.submit(absorb.lower(*first, carry, logits, *v).compile) for v in variants]
-        for form in fixed:
-            jobs.append(pool.submit(step.lower(*form, carry, nobody, *settings).compile))
+def _compile(lowerings: Iterable[Callable[[], Any]]) -> None:
+    """Compile programs; while one compiles, the next is traced."""
+    with ThreadPoolExecutor() as pool:
+        jobs = [pool.submit(lower().compile) for lower in lowerings]
         for job in jobs:
             job.result()
-    keys, sampling, want = settings
-    first_token(logits, sampling, keys, carry.state.length, carry.history, want)
-    if warm_up:  # prompts of no tokens, and a step that no sequence takes part in
-        for variant in variants:
-            carry, logits = absorb(*first, carry, logits, *variant)
-        for form in fixed:
-            carry, _ = step(*form, carry, nobody, *settings)
-    return jax.block_until_ready((carry, logits))
 
 
 def choose_drafter(model: Model, drafter: Any, tree: Any) -> Drafter:

@@ -22,7 +22,9 @@ class TreeConv(NamedTuple):
       q: [B, N, Hk, dk] normalised and scaled by dk**-0.5.
       k: [B, N, Hk, dk] normalised.
       v: [B, N, Hv, dv].
-      g: [B, N, Hv] log decay; alpha = exp(g).
+      g: [B, N, Hv] log decay; where alpha is above 1/2, the logarithm of the rounded alpha: what
+        sums g then agrees with what multiplies by alpha, however long the text.
+      alpha: [B, N, Hv] exp(g).
       beta: [B, N, Hv] write strength.
     """
 

@@ -207,20 +207,25 @@ def _gates(
     """g, alpha and beta of some nodes for one value head."""
     x = load(a_r.at[place], layout).astype(jnp.float32) + dt_bias_r[head]
     g = -jnp.exp(A_log_r[head]) * softplus(x)
+    alpha = jnp.exp(g)
+    g = jnp.where(alpha > 0.5, log1p(jnp.minimum(alpha - 1.0, 0.0)), g)
     beta = lax.logistic(load(b_r.at[place], layout).astype(jnp.float32))
-    return g, jnp.exp(g), beta
+    return g, alpha, beta
 
 
 def softplus(x: jax.Array) -> jax.Array:
-    """log(1 + e^x) to a few units in the last place, for large negative x as well.
+    """log(1 + e^x) to a few units in the last place, for large negative x as well."""
+    return jnp.maximum(x, 0.0) + log1p(jnp.exp(-jnp.abs(x)))
 
-    Mosaic has no log1p, and log(1 + y) loses y to rounding. With z = y / (2 + y), at most 1/3,
-    log(1 + y) = 2 artanh z = 2 z (1 + z^2 / 3 + z^4 / 5 + ...).
+
+def log1p(y: jax.Array) -> jax.Array:
+    """log(1 + y) for y from -1/2 to 1, which log(1 + y) would lose to rounding; Mosaic has none.
+
+    With z = y / (2 + y), at most 1/3 in size, it is 2 artanh z = 2 z (1 + z^2 / 3 + z^4 / 5 + ...).
     """
-    y = jnp.exp(-jnp.abs(x))
     z = y / (2.0 + y)
     square = z * z
     series = jnp.full_like(square, 1 / 15)
     for power in range(13, 0, -2):
         series = series * square + 1 / power
-    return jnp.maximum(x, 0.0) + 2.0 * z * series
+    return 2.0 * z * series

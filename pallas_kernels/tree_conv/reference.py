@@ -32,8 +32,10 @@ def tree_conv(
     v = mixed[..., 2 * keys :].reshape(*a.shape, -1)
     step = jax.nn.softplus(a.astype(jnp.float32) + dt_bias[None, None])
     g = -jnp.exp(A_log[None, None]) * step
+    alpha = lax.optimization_barrier(jnp.exp(g))
+    g = jnp.where(alpha > 0.5, jnp.log1p(jnp.minimum(alpha - 1.0, 0.0)), g)
     beta = jax.nn.sigmoid(b.astype(jnp.float32))
-    return normalise(q) * key_dim**-0.5, normalise(k), v, g, jnp.exp(g), beta
+    return normalise(q) * key_dim**-0.5, normalise(k), v, g, alpha, beta
 
 
 def convolve(inputs: jax.Array, past: jax.Array, taps: jax.Array, rows: jax.Array) -> jax.Array:

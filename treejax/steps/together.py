@@ -1,7 +1,7 @@
-"""Verify, select and publish together: the compiled programs that the loop runs.
+"""Verify, select and publish together: the compiled step that the loop runs.
 
-``step`` is the whole line from proposal to durable state in one program; ``absorb`` takes in a
-block of prompt. Both donate what goes around the loop, ``Carry``, and nothing else.
+``step`` is the whole line from proposal to durable state in one program. It donates what goes
+around the loop, ``Carry``, and nothing else; ``steps.prompt`` holds what comes before.
 """
 
 import functools
@@ -16,8 +16,7 @@ from treejax import layers
 from treejax.config import ModelConfig
 from treejax.drafters.base import Draft, path_tokens
 from treejax.history import History, extend
-from treejax.model import prefill_block
-from treejax.sampling import Sampling, per_sequence, sample
+from treejax.sampling import Sampling, per_sequence
 from treejax.shapes import Array
 from treejax.state import State
 from treejax.steps.publish import publish_path
@@ -123,41 +122,3 @@ def path_logprobs(logits: Array, choice: Choice, tokens: Array) -> Array:
     nodes = jnp.maximum(choice.path, 0)[:, :, None]
     logp = jax.nn.log_softmax(jnp.take_along_axis(logits, nodes, axis=1), axis=-1)
     return jnp.take_along_axis(logp, jnp.maximum(tokens, 0)[:, :, None], axis=2)[:, :, 0]
-
-
-@functools.partial(jax.jit, static_argnames=("config", "drafter"), donate_argnames="carry")
-def absorb(
-    config: ModelConfig,
-    drafter: Any,
-    params: layers.Params,
-    weights: Any,
-    carry: Carry,
-    logits: Array,
-    tokens: Array,
-    count: Array,
-) -> tuple[Carry, Array]:
-    """One block of prompt into state and drafter; ``logits`` [B, V] follow the last real token."""
-    out, state = prefill_block(config, params, carry.state, tokens, count)
-    draft = Draft(weights=weights, memory=carry.memory, config=config)
-    draft = drafter.prime(draft, out.hidden, tokens, count)
-    logits = jnp.where((count > 0)[:, None], out.logits, logits)
-    return carry.replace(state=state, memory=draft.memory), logits
-
-
-@jax.jit
-def first_token(
-    logits: Array,
-    sampling: Sampling,
-    keys: Array,
-    position: Array,
-    history: History | None,
-    want_logprobs: Array,
-) -> tuple[Array, Array]:
-    """The token after the prompt [B] and its log-probability, 0 unless asked for."""
-    token = sample(logits, sampling=sampling, key=keys, position=position, history=history)
-    logp = lax.cond(
-        want_logprobs,
-        lambda: jnp.take_along_axis(jax.nn.log_softmax(logits), token[:, None], axis=1)[:, 0],
-        lambda: jnp.zeros(token.shape),
-    )
-    return token, logp
