@@ -45,9 +45,10 @@ class Settings:
         for name in ("sets", "journeys", "strikes", "runs"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
-        if self.steps < 3:
+        if self.steps < 5:
             raise ValueError(
-                f"steps is {self.steps}, expected at least 3: a ring writes in its third"
+                f"steps is {self.steps}, expected at least 5: a ring of two commits is written in "
+                "the third, and only its second filling finds old rows behind its end"
             )
         if self.processes < 0:
             raise ValueError(f"processes is {self.processes}, expected 0 or more")
@@ -66,7 +67,7 @@ class Settings:
     @classmethod
     def quick(cls) -> "Settings":
         """Seconds: one small shape, each block once here and once in a fresh process."""
-        return cls(SMALL, 1, 3, 1, (), 8, SMALL, 1, 1)
+        return cls(SMALL, 1, 5, 1, (), 8, SMALL, 1, 1)
 
     @classmethod
     def paper(cls) -> "Settings":

@@ -101,13 +101,15 @@ def errors(made: np.ndarray, truth: np.ndarray, axes: int) -> Errors:
     def rms(x: np.ndarray) -> np.ndarray:
         return np.sqrt(np.mean(np.square(x), over))
 
-    found = []
-    for one, exact_one in zip(made, truth, strict=True):
+    found = Errors(*np.zeros((4, *made.shape[:-axes])))
+    for at, (one, exact_one) in enumerate(zip(made, truth, strict=True)):
         with np.errstate(invalid="ignore"):  # what is infinite here is red below
             off = np.abs(one.astype(np.float64) - exact_one)
         off = np.where(np.isfinite(off), off, np.inf)
-        found.append((rms(off), off.max(over), rms(exact_one), np.abs(exact_one).max(over)))
-    return Errors(*(np.stack(x) for x in zip(*found, strict=True)))
+        values = rms(off), off.max(over), rms(exact_one), np.abs(exact_one).max(over)
+        for x, value in zip(found, values, strict=True):
+            x[at] = value
+    return found
 
 
 def same_bits(made: np.ndarray, other: np.ndarray, axes: int) -> np.ndarray:
