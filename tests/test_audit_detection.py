@@ -1,0 +1,152 @@
+"""The fault matrix in its quick profile: every fault is caught, and an engine without one is not.
+
+One run serves all tests: its programs hold every fault at once.
+"""
+
+import functools
+import json
+
+import numpy as np
+import pytest
+from audit_cases import bench_of, places
+
+from treejax.audit import detection
+from treejax.audit.detection_rows import row_logits
+from treejax.audit.detection_run import ROWS, Judge
+from treejax.audit.faults import REGISTRY
+from treejax.audit.surfaces import Measured
+from treejax.model import prefill
+from treejax.policies import make_policy
+from treejax.state import init_state
+
+QUICK = detection.Settings.quick()
+
+
+@functools.cache
+def report():
+    return detection.run(None, None, QUICK)
+
+
+def line(name, table="Planted faults of the engine"):
+    (row,) = [row for row in dict(report().tables)[table] if row["fault"] == name]
+    return row
+
+
+@pytest.mark.parametrize("name", QUICK.faults)
+def test_a_fault_is_caught_wherever_it_strikes(name):
+    row = line(name)
+    assert row["seeds"] == QUICK.seeds
+    assert row["caught"] == row["seeds"], row
+
+
+@pytest.mark.parametrize(
+    ("name", "surface"),
+    [
+        ("packed parent", ROWS),
+        ("rows mixed up", ROWS),
+        ("conv gather skipped", "C"),
+        ("sibling published", "R"),
+        ("rounded state", "R"),
+        ("KV remap", "new K"),
+        ("KV written early", "old rows"),
+        ("rotary by row", "new K"),
+        ("bonus lost", "length"),
+    ],
+)
+def test_a_fault_is_seen_in_the_surface_that_it_strikes(name, surface):
+    assert f"{surface} {QUICK.seeds}" in line(name)["seen in"]
+
+
+def test_fc07_a_gate_that_is_rounded_in_the_commit_alone_is_caught():
+    """FC-07: decay and write strength take a round trip through bfloat16 on one path."""
+    row = line("rounded gate")
+    assert row["caught"] == QUICK.seeds
+    assert row["seen in"] == f"R {QUICK.seeds}"
+
+
+def test_an_engine_without_a_fault_raises_no_alarm():
+    row = line("none", "Runs without a fault")
+    assert row["seeds"] == QUICK.batch > QUICK.seeds
+    assert row["caught"] == 0
+
+
+def test_the_report_is_green_json_and_says_what_every_check_is_about():
+    made = report()
+    assert made.green
+    assert len(made.checks) == len(QUICK.faults) + 1
+    power = [check for check in made.checks if check.name == "detection power"]
+    assert all(check.at_least and check.bound == 0.99 and check.note for check in power)
+    assert json.loads(json.dumps(made.as_json()))["green"] is True
+
+
+def test_bounds_come_without_any_fault():
+    bounds = report().facts["detection"]["bounds"]
+    assert {"R", "C", "new K", "old K", "divergence", "drafter", ROWS} <= set(bounds)
+    for name in ("R", "C", "new K", "old K", ROWS):  # rounding of float32, nothing wider
+        assert all(4e-6 <= bound < 1e-4 for bound in bounds[name]), name
+
+
+def test_a_number_that_is_not_finite_or_a_count_is_a_finding_whatever_the_bound():
+    judge = Judge({"R": (1.0, 100.0), ROWS: (1.0,)})
+    distances = {"R": np.array([[[0.5], [50.0]], [[2.0], [50.0]], [[0.0], [np.nan]]])}
+    measured = Measured(np.zeros(3), distances, {"length": np.array([0, 0, 1])})
+    found = judge.findings(measured, np.array([[0.1, 0.2], [0.3, 3.0], [0.0, np.inf]]))
+    assert found["R"].tolist() == [0.5, 2.0, np.inf]
+    assert found[ROWS].tolist() == [0.2, 3.0, np.inf]
+    assert found["length"].tolist() == [0.0, 0.0, np.inf]
+
+
+def test_no_seed_struck_is_no_detection():
+    row = {"fault": "stale root", "policy": "wy", "drafter": "x", "seeds": 0, "caught": 0}
+    assert not detection._power(row).green
+
+
+def test_logits_of_rows_are_those_of_a_prompt_that_ends_there():
+    """Every row of a step's trees against the chunked rule over prompt, text and the row's path."""
+    bench = bench_of("scripted")
+    t, trees = 2, bench.course
+    width = 12 + bench.offsets.max() + 4
+    for row in (0, 1, 5, 9):
+        tokens, lengths = np.zeros((bench.batch, width), np.int32), []
+        for b in range(bench.batch):
+            path, node = [], row
+            while node >= 0:
+                path.insert(0, int(trees.tokens[t, b, node]))
+                node = int(trees.parents[t, b, node])
+            prompt = _prompts()[b]
+            text = [*prompt, *bench.plain.tokens[b, : bench.offsets[t, b]], *path]
+            tokens[b, : len(text)] = text
+            lengths.append(len(text))
+        state = init_state(bench.model.config, bench.batch, width, policy="replay")
+        out, _ = prefill(bench.model, state, tokens, lengths)
+        here = trees.sizes[t] > row
+        assert here.any()
+        np.testing.assert_allclose(
+            bench.logits[t, here, row], np.asarray(out.logits)[here], rtol=1e-3, atol=2e-3
+        )
+
+
+def _prompts():
+    from audit_cases import SEQUENCES
+
+    from treejax.audit.prefixes import prefixes
+
+    return prefixes(bench_of("scripted").model, "held-out", SEQUENCES, 12, 0)
+
+
+def test_the_trees_to_come_are_scattered_and_cut_as_the_schedule_says():
+    bench = bench_of("scripted")
+    assert bench.course.lengths.T.tolist() == [[4, 2, 3, 1, 2, 3]] * bench.batch
+    assert bench.course.scattered.any(axis=(1, 2)).any()
+    assert (bench.course.sizes[1] < bench.course.sizes[0]).all()
+    assert row_logits.__doc__ and (bench.logits[1][:, -1] == 0).all()  # rows that are not there
+
+
+def test_places_of_strikes_are_spread_over_steps():
+    bench = bench_of("scripted")
+    cycles = {
+        int(c)
+        for fault in REGISTRY.values()
+        for c in np.asarray(places(fault, make_policy("ring", "xla"), bench).cycle)
+    }
+    assert cycles >= {0, 1, 2, 4, 5}
