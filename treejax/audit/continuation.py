@@ -12,17 +12,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from treejax.audit import fresh, long_run, tightness
 from treejax.audit.base import Check, Report
 from treejax.audit.calibration import calibrate, plain_of
 from treejax.audit.continuation_settings import FULL, SCHEDULES, Settings
 from treejax.audit.envelope import LUMOTREE, Envelope
+from treejax.audit.faults.base import Fault
 from treejax.audit.prefixes import digest
 from treejax.audit.schedules import Course, compile_step, follow_schedule
 from treejax.audit.step import Subject
 from treejax.audit.verdict import Tally
 from treejax.model import Model
+from treejax.steps.rules.match import Match
 
 __all__ = ["SCHEDULES", "Envelope", "Settings", "calibrate", "run"]
 
@@ -119,12 +122,18 @@ def run(
 
 
 def _check_subject(subject: Subject, settings: Settings) -> None:
+    if subject.fault != Fault():
+        raise ValueError(
+            f"subject {subject.name!r} has a planted fault, expected none: the fault matrix "
+            "(audit.detection) plants them"
+        )
     if not subject.rule.lossless:
         raise ValueError(
             f"rule {subject.rule.name!r} is lossy and its stream is not plain's, expected a "
             "lossless rule: leave the rule out"
         )
-    if settings.sampling.temperature is not None and subject.rule.name != "match":
+    warm = np.any(np.asarray(settings.sampling.temperature) > 0)
+    if warm and not isinstance(subject.rule, Match):
         raise ValueError(
             f"rule {subject.rule.name!r} draws a stream of its own, expected 'match' when sampling "
             "(the sampler audit is for the others)"

@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from treejax.audit.limits import with_limits
 from treejax.audit.schedules import Course, End, check_step, limits_of, step
 from treejax.audit.step import Engine
 from treejax.audit.verdict import Tally
@@ -36,7 +35,7 @@ def continue_elsewhere(course: Course, end: End, tally: Tally) -> None:
       ValueError: one line: the process failed.
     """
     model, subject = course.model, course.subject
-    kinds = subject.policy, subject.drafter, subject.rule, subject.fault
+    kinds = subject.policy, subject.drafter, subject.rule
     local = [type(kind).__name__ for kind in kinds if type(kind).__module__ == "__main__"]
     if local:
         why = f"{local[0]} is defined in __main__, where another process cannot find it"
@@ -74,7 +73,7 @@ def continue_elsewhere(course: Course, end: End, tally: Tally) -> None:
     same = [np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs]
     tally.facts["fresh process"] = {"arrays": len(same), "bitwise as here": sum(same)}
     index = course.settings.cycles - 1
-    limit = limits_of(course.settings, with_limits(subject), len(course.texts), index)
+    limit = limits_of(course.settings, subject, index)
     there = end._replace(start=made["before"], engine=made["after"], shown=made["shown"])
     check_step(course, there, limit, {"schedule": "fresh process", "cycle": index}, tally)
 
@@ -92,11 +91,11 @@ def main(name: str) -> None:
     model, subject, settings = Model(params, said["config"]), said["subject"], said["settings"]
     engine: Engine = restore_checkpoint(folder / "state", said["engine"]).tree
     weights = subject.drafter.init(model, said["batch"], said["rows"]).weights
-    runs, before, shown = with_limits(subject), engine, None
+    before, shown = engine, None
     for index in range(settings.cycles // 2, settings.cycles):
         before = engine
-        short = limits_of(settings, runs, said["batch"], index)
-        engine, shown = step(model, runs, settings, weights, engine, short)
+        limit = limits_of(settings, subject, index)
+        engine, shown = step(subject, model, settings, weights, engine, limit)
     save_checkpoint(folder / "last", 0, {"before": before, "after": engine, "shown": shown})
 
 

@@ -74,7 +74,7 @@ def run(
     index = 0
     for index in itertools.count():
         done = total >= each
-        if done[alive].all() or (done.any() and runs is subject):  # a faulty one cannot sit out
+        if done[alive].all():
             break
         limit = np.where(done, OUT, FREE + drafter.max_depth)
         measured = index % settings.long_every == 0

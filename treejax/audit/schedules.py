@@ -13,12 +13,13 @@ import numpy as np
 from treejax.audit.calibration import depth_of
 from treejax.audit.continuation_settings import Settings
 from treejax.audit.controls import cut
-from treejax.audit.limits import FREE, OUT, ROOT, Limited, limited, with_limits
+from treejax.audit.limits import FREE, OUT, ROOT, limited, with_limits
 from treejax.audit.memories import fragile
 from treejax.audit.reference import NATIVE, Plain, Start, engine_of, take_in
 from treejax.audit.step import Cycle, Engine, Subject, cycle
 from treejax.audit.surfaces import measure
 from treejax.audit.verdict import Tally
+from treejax.drafters.scripted import Script
 from treejax.history import begin as begin_history
 from treejax.model import Model
 from treejax.saving import restore_checkpoint, save_checkpoint
@@ -62,16 +63,16 @@ class End(NamedTuple):
 
 
 def step(
+    subject: Subject,
     model: Model,
-    runs: Subject,
     settings: Settings,
     weights: Any,
     engine: Engine,
     limit: np.ndarray,
 ) -> tuple[Engine, Cycle]:
-    """One step of ``with_limits(subject)``; ``limit`` [B] is ``ROOT``, ``OUT`` or ``FREE``."""
+    """One step of a subject; ``limit`` [B] is ``ROOT``, ``OUT`` or ``FREE``."""
     return cycle(
-        *(model.config, runs, model.params, weights, engine, settings.keys()),
+        *(model.config, with_limits(subject), model.params, weights, engine, settings.keys()),
         settings.sampling.prepared(model.config.vocab_size),
         limited(jnp.asarray(limit, jnp.int32)),
         jnp.int32(0),
@@ -107,31 +108,37 @@ def start_of(course: Course, schedule: str) -> tuple[Engine, Any]:
     halves, ones, rests = cut(texts)
     start = take_in(model, halves, drafter, **room)
     engine, weights = engine_of(course.subject, start, ones[:, 0]), start.draft.weights
-    runs = with_limits(course.subject)
-    if runs is course.subject:
-        raise ValueError(
-            f"a subject {course.subject.name!r} cannot take short steps, which schedule 'primed' "
-            "needs: leave that schedule out"
-        )
     for token in ones.T:
         engine = engine.replace(pending=jnp.asarray(token, jnp.int32))
-        engine, _ = step(model, runs, settings, weights, engine, np.full(len(texts), ROOT))
+        engine, _ = step(
+            course.subject, model, settings, weights, engine, np.full(len(texts), ROOT)
+        )
     history = None
     if settings.sampling.needs_history:  # all of it is prompt
         width = max(map(len, texts))
         tokens = np.array([[*text, *[0] * (width - len(text))] for text in texts], np.int32)
         lengths = np.array([len(text) for text in texts], np.int32)
         history = begin_history(jnp.asarray(tokens), jnp.asarray(lengths), model.config.vocab_size)
-    draft = start.draft.replace(memory=engine.memory)
+    memory = _at_the_prompt(engine.memory, drafter.init(model, len(texts), course.rows).memory)
+    draft = start.draft.replace(memory=memory)
     onto = Start(engine.state, draft, start.logits, history)
     start = take_in(model, rests, drafter, onto=onto, **room)
     return engine_of(course.subject, start, course.plain.tokens[:, 0]), weights
 
 
+def _at_the_prompt(memory: Any, empty: Any) -> Any:
+    """The memory with its scripts, which count from the end of a prompt, at their beginning."""
+    return jax.tree.map(
+        lambda mine, none: none if isinstance(mine, Script) else mine,
+        *(memory, empty),
+        is_leaf=lambda node: isinstance(node, Script),
+    )
+
+
 def follow_schedule(course: Course, schedule: str, tally: Tally) -> End:
     """All cycles of a schedule."""
     model, settings = course.model, course.settings
-    runs, batch, saved = with_limits(course.subject), len(course.texts), None
+    subject, batch, saved = course.subject, len(course.texts), None
     engine, weights = start_of(course, schedule)
     offset, alive = np.zeros(batch, np.int64), np.ones(batch, bool)
     end = None
@@ -139,8 +146,8 @@ def follow_schedule(course: Course, schedule: str, tally: Tally) -> End:
         where = {"schedule": schedule, "cycle": index}
         if schedule == "resumed" and index == settings.cycles // 2:
             saved, engine = engine, _through_disk(engine, tally, where)
-        limit = limits_of(settings, runs, batch, index)
-        after, shown = step(model, runs, settings, weights, engine, limit)
+        limit = limits_of(settings, subject, index)
+        after, shown = step(subject, model, settings, weights, engine, limit)
         end = End(weights, engine, after, shown, offset, offset, alive, saved)
         made, alive = check_step(course, end, limit, where, tally)
         for b in np.flatnonzero(limit == OUT):
@@ -172,13 +179,11 @@ def check_step(
     return made.offset, alive
 
 
-def limits_of(settings: Settings, runs: Subject, batch: int, index: int) -> np.ndarray:
+def limits_of(settings: Settings, subject: Subject, index: int) -> np.ndarray:
     """How far each sequence may go in a cycle: the last one takes in the pending token alone, and
-    in the second the last of several sequences sits out. A faulty subject cannot take short steps.
-    """
-    limit = np.full(batch, FREE + runs.drafter.max_depth)
-    if not isinstance(runs.fault, Limited):
-        return limit
+    in the second the last of several sequences sits out."""
+    batch = settings.prefixes
+    limit = np.full(batch, FREE + subject.drafter.max_depth)
     if index == settings.cycles - 1:
         limit[:] = ROOT
     elif index == 1 and batch > 1:
