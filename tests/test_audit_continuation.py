@@ -1,0 +1,216 @@
+"""The continuation audit: green for what is right, red for what is not, on the audit's toy."""
+
+import dataclasses
+import json
+from types import SimpleNamespace
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from treejax import parameters
+from treejax.audit import continuation
+from treejax.audit.continuation import Envelope, Settings, calibrate, run
+from treejax.audit.detection_toy import CONFIG
+from treejax.audit.envelope import LUMOTREE, bounds_from
+from treejax.audit.faults import REGISTRY as FAULTS
+from treejax.audit.step import Subject
+from treejax.audit.surfaces import EXACT, SURFACES, Measured
+from treejax.audit.verdict import WORDS, Tally
+from treejax.config import FULL, LINEAR
+from treejax.drafters import MTP
+from treejax.model import Model
+from treejax.policies.base import Path
+from treejax.policies.replay import Replay
+from treejax.policies.ring import Ring
+from treejax.steps.rules import REGISTRY as RULES
+from treejax.steps.rules.match import Match
+
+SHORT = Settings(
+    prefixes=3,
+    length=24,
+    shorter=3,
+    cycles=4,
+    long_tokens=256,
+    long_every=24,
+)
+ONE_SCHEDULE = dataclasses.replace(
+    SHORT, schedules=("cold",), long_tokens=0, fresh_process=False, tightness=False
+)
+DRAFTER = MTP("3,2,1")
+
+
+def small(seed=0):
+    """Six tokens, so that an untrained head is often right; logits far apart."""
+    config = dataclasses.replace(CONFIG, layer_types=(LINEAR, FULL))
+    params = parameters.init(config, jax.random.key(seed))
+    params["embed"] = 20.0 * params["embed"]
+    params["lm_head"] = 50.0 * params["lm_head"]
+    return Model(params, config)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return small()
+
+
+@pytest.fixture(scope="module")
+def envelope(model, tmp_path_factory):
+    path = tmp_path_factory.mktemp("envelope") / "envelope.json"
+    calibrate(model, SHORT).save(path)
+    return Envelope.load(path)
+
+
+@pytest.fixture(scope="module")
+def told():
+    return []
+
+
+@pytest.fixture(scope="module")
+def report(model, envelope, told):
+    subject = Subject(Ring(), DRAFTER, RULES["match"])
+    return run(model, [subject], SHORT, envelope, lambda *what: told.append(what))
+
+
+def test_fc_22_streams_of_256_tokens_are_plain_s(report):
+    """Float32: the same tokens, in every schedule, process and in the long run."""
+    assert report.green, report.red[:3]
+    facts = report.facts["continuation"]["subjects"]["ring/mtp:3,2,1"]
+    assert facts["near ties"] == 0
+    assert facts["long run"]["tokens"] >= 256 and all(facts["long run"]["to the end"])
+    assert facts["tokens"] > facts["steps"]  # drafts were accepted
+    tokens = [check for check in report.checks if check.name == WORDS["tokens"]]
+    assert {check.where["schedule"] for check in tokens} == {
+        *continuation.SCHEDULES,
+        "fresh process",
+        "long",
+    }
+
+
+def test_every_surface_layer_and_cycle_is_checked(model, report):
+    linear, full = model.config.linear_layers, model.config.full_layers
+    for schedule in continuation.SCHEDULES:
+        for cycle in range(SHORT.cycles):
+            mine = [
+                check
+                for check in report.checks
+                if check.where["schedule"] == schedule and check.where["cycle"] == cycle
+            ]
+            for surface in SURFACES:
+                layers = [check.where.get("layer") for check in mine if check.name == surface]
+                kinds = {"R": linear, "C": linear, "new K": full, "old K": full}
+                assert layers == list(kinds.get(surface, [None]))
+            assert {WORDS[name] for name in EXACT} <= {check.name for check in mine}
+    names = {check.name for check in report.checks}
+    assert {"bytes changed while sitting out", "arrays that a saved state lost"} <= names
+
+
+def test_the_report_says_how_tight_it_is(report):
+    tables = dict(report.tables)
+    caught = {row["perturbed"]: row for row in tables["smallest perturbation caught"]}
+    assert len(caught) == 8
+    for name, row in caught.items():
+        assert 0 < row["smallest caught"] < LUMOTREE["relative"] / 10, name
+    assert 0 < caught["logits: one row"]["its nats"] < LUMOTREE["nats"] / 10
+    for row in tables["envelope"]:
+        if row["surface"] != "margin":
+            assert 0 < row["largest bound"] <= row["LumoTree"] / 10
+    assert len(tables["long run, by cycle"]) > 1
+    json.dumps(report.as_json())
+
+
+def test_progress_and_facts(report, told, envelope):
+    facts = report.facts["continuation"]
+    assert facts["envelope"] == envelope.digest and facts["calibrated"] == "before"
+    assert facts["held-out prefixes"] != envelope.provenance["prefixes"]
+    assert told[0] == ("envelope", 0, 2) and told[-1] == ("continuation", 2, 2)
+
+
+class Forgetful(Replay):
+    """A policy that leaves the last node of longer paths out of the state."""
+
+    def commit(self, carry, scratch, path):
+        short = jnp.where(path.length > 1, path.length - 1, path.length)
+        return super().commit(carry, scratch, Path(nodes=path.nodes, length=short))
+
+
+@dataclasses.dataclass(frozen=True)
+class Second(Match):
+    """A rule that ends every path with the token that comes second: several nats away."""
+
+    name: ClassVar[str] = "second"
+
+    def choose(self, tree, logits, sampling, key, position, history, q):
+        choice = super().choose(tree, logits, sampling, key, position, history, q)
+        last = logits[choice.path[jnp.maximum(choice.length - 1, 0)]]
+        return choice.replace(pending=jnp.argsort(-last)[1].astype(jnp.int32))
+
+
+def test_a_wrong_policy_is_red_in_its_surface_at_once(model, envelope):
+    report = run(model, [Subject(Forgetful(), DRAFTER, RULES["match"])], ONE_SCHEDULE, envelope)
+    red = report.red
+    first = min(check.where["cycle"] for check in red)
+    assert {check.name for check in red if check.where["cycle"] == first} == {"R"}
+
+
+def test_fc_22_a_structural_divergence_is_no_rounding(model, envelope):
+    report = run(model, [Subject(Replay(), DRAFTER, Second())], ONE_SCHEDULE, envelope)
+    red = [check for check in report.red if check.name == WORDS["tokens"]]
+    assert red and red[0].where["cycle"] == 0
+    assert report.facts["continuation"]["subjects"]["replay/mtp:3,2,1 by second"]["near ties"] == 0
+
+
+def test_what_cannot_be_audited_is_refused(model, envelope):
+    faulty = Subject(Replay(), DRAFTER, RULES["match"], FAULTS["stale root"])
+    with pytest.raises(ValueError, match="has a planted fault, expected none"):
+        run(model, [faulty], SHORT, envelope)
+    with pytest.raises(ValueError, match="is lossy and its stream is not plain's"):
+        run(model, [Subject(Replay(), DRAFTER, RULES["typical"])], SHORT, envelope)
+    with pytest.raises(ValueError, match="calibrated for another model"):
+        run(small(seed=1), [Subject(Replay(), DRAFTER, RULES["match"])], SHORT, envelope)
+    for wrong in (
+        {"schedules": ("warm",)},
+        {"schedules": ("cold",)},  # the fresh process goes on from the resumed one
+        {"prefixes": 0},
+        {"cycles": 1},
+        {"factor": 0.5},
+        {"length": 10},
+    ):
+        with pytest.raises(ValueError, match="expected|fresh process"):
+            dataclasses.replace(SHORT, **wrong)
+    with pytest.raises(ValueError, match="expected at most the context of 512"):
+        calibrate(model, dataclasses.replace(SHORT, length=600))
+
+
+WORST = {name: np.zeros(1) for name in (*SURFACES, "logits")}
+
+
+@pytest.mark.parametrize(
+    ("margin", "emitted", "excused"),
+    [(1e-7, 2, True), (3.0, 2, False), (1e-7, 3, False)],
+    ids=["second by a hair", "second by three nats", "not even the second"],
+)
+def test_only_plain_s_second_choice_at_a_near_tie_is_excused(model, margin, emitted, excused):
+    """Plain draws 1 and then 1 again, with 2 for the second choice; the engine emits another."""
+    bounds = bounds_from("float32", WORST, 4.0)
+    tally = Tally(model, Subject(Replay(), DRAFTER, RULES["match"]), Envelope(bounds, {}, {}))
+    plain = SimpleNamespace(
+        tokens=np.array([[1, 1], [1, 1]]),
+        second=np.full((2, 2), 2),
+        margin=np.full((2, 2), margin),
+    )
+    distances = {name: np.zeros((2, 1, 1, 1)) for name in ("R", "C", "new K", "old K")}
+    distances |= {name: np.zeros(2) for name in ("divergence", "drafter")}
+    counts = {name: np.zeros(2, int) for name in EXACT} | {"tokens": np.array([1, 0])}
+    shown = SimpleNamespace(tokens=np.array([[emitted], [1]]), count=np.array([1, 1]))
+    after = tally.record(
+        *(Measured(np.array([1, 1]), distances, counts), shown, plain, np.zeros(2, int)),
+        *(np.ones(2, bool), {"schedule": "cold", "cycle": 0}, lambda: np.zeros(2, bool)),
+    )
+    assert after.tolist() == [False, True]
+    assert tally.facts["near ties"] == int(excused)
+    assert [check.name for check in tally.checks if not check.green] == (
+        [] if excused else [WORDS["tokens"]]
+    )

@@ -1,0 +1,186 @@
+"""What one step is measured by: clean steps are near, and each wrong thing shows where it is."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from treejax.audit.memories import fragile, worst_row
+from treejax.audit.reference import begin, decode
+from treejax.audit.step import Subject, cycle, never
+from treejax.audit.surfaces import EXACT, SURFACES, kl, measure, right_path
+from treejax.drafters import MTP
+from treejax.policies.replay import Replay
+from treejax.sampling import Sampling
+from treejax.steps.rules import REGISTRY
+from treejax.tree import Tree
+
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2]]
+ROWS, COUNT, GREEDY = 32, 12, Sampling()
+KEYS = jax.vmap(jax.random.key)(jnp.arange(2))
+SUBJECT = Subject(Replay(), MTP("2,1"), REGISTRY["match"])
+
+
+@pytest.fixture(scope="module")
+def plain():
+    how = {"sampling": GREEDY, "keys": KEYS, "max_length": ROWS}
+    return decode(tiny.model(), PROMPTS, COUNT, drafter=SUBJECT.drafter, **how)
+
+
+@pytest.fixture(scope="module")
+def stepped(plain):
+    """Weights, and the engines and outputs of the second step."""
+    model = tiny.model()
+    engine, weights = begin(model, SUBJECT, PROMPTS, plain, sampling=GREEDY, max_length=ROWS)
+    offset, rest = np.zeros(2, np.int64), None
+    for index in range(2):
+        before, began = engine, offset
+        engine, shown = cycle(
+            *(model.config, SUBJECT, model.params, weights, before, KEYS),
+            *(GREEDY.prepared(model.config.vocab_size), never(2), jnp.int32(index)),
+        )
+        rest = before, engine, shown, began
+        offset = offset + np.asarray(shown.count)
+    return weights, *rest
+
+
+def measured(plain, stepped, after=None, shown=None):
+    weights, before, engine, made, offset = stepped
+    return measure(
+        *(tiny.model(), SUBJECT, weights, before, after or engine, shown or made, plain, offset),
+        keys=KEYS,
+        sampling=GREEDY,
+    )
+
+
+def seen(step, clean):
+    """Names of what moved away from the clean step's."""
+    far = {n for n in SURFACES if (step.distances[n] > clean.distances[n] + 1e-5).any()}
+    return far | {n for n in EXACT if (step.counts[n] != clean.counts[n]).any()}
+
+
+def test_a_right_step_is_near_and_exact(plain, stepped):
+    step = measured(plain, stepped)
+    config = tiny.model().config
+    assert {n: step.distances[n].shape for n in SURFACES} == {
+        "R": (2, 1, config.linear_num_value_heads),
+        "C": (2, 1),
+        "new K": (2, 1, 2, 2),
+        "old K": (2, 1, 2, 2),
+        "divergence": (2,),
+        "drafter": (2,),
+    }
+    assert max(values.max() for values in step.distances.values()) < 1e-4
+    assert not any(counts.any() for counts in step.counts.values())
+
+
+def test_each_surface_shows_where_it_was_touched(plain, stepped):
+    engine, clean = stepped[2], measured(plain, stepped)
+    state, memory, end = engine.state, engine.memory, int(clean.offset[0]) + len(PROMPTS[0])
+    cases = {
+        "R": state.replace(recurrent=state.recurrent.at[0, 0, 1].multiply(1.001)),
+        "C": state.replace(conv=state.conv.at[0, 0, 0].add(0.01)),
+        "new K": state.replace(keys=state.keys.at[0, 0, end - 1, 1].multiply(1.001)),
+        "length": state.replace(length=state.length.at[0].add(1)),
+    }
+    for name, wrong in cases.items():
+        step = measured(plain, stepped, engine.replace(state=wrong))
+        assert seen(step, clean) == {name}, name
+        assert not seen(
+            step._replace(
+                distances={n: v[1:] for n, v in step.distances.items()},
+                counts={n: v[1:] for n, v in step.counts.items()},
+            ),
+            clean._replace(
+                distances={n: v[1:] for n, v in clean.distances.items()},
+                counts={n: v[1:] for n, v in clean.counts.items()},
+            ),
+        ), "the other sequence is as it was"
+    wrong = state.replace(values=state.values.at[0, 0, 2].multiply(1.001))
+    step = measured(plain, stepped, engine.replace(state=wrong))
+    assert seen(step, clean) == {"old K", "old rows"} and step.counts["old rows"][0] == 1
+    wrong = memory.replace(values=memory.values.at[0, 3].multiply(1.001))
+    assert "drafter" in seen(measured(plain, stepped, engine.replace(memory=wrong)), clean)
+    wrong = memory.replace(rows=memory.rows.at[0].add(1))  # one row off
+    step = measured(plain, stepped, engine.replace(memory=wrong))
+    assert step.distances["drafter"][0] == np.inf and step.distances["drafter"][1] < 1e-4
+
+
+def test_tokens_and_logits_are_plain_s(plain, stepped):
+    engine, shown, clean = stepped[2], stepped[3], measured(plain, stepped)
+    wrong = shown.replace(tokens=shown.tokens.at[0, 0].add(1))
+    assert measured(plain, stepped, shown=wrong).counts["tokens"].tolist() == [1, 0]
+    more = shown.replace(count=shown.count + 1)
+    assert (measured(plain, stepped, shown=more).counts["tokens"] > 0).all()
+    other = engine.replace(pending=engine.pending.at[1].add(1))
+    assert measured(plain, stepped, other).counts["tokens"].tolist() == [0, 1]
+    best = plain.tokens[0, stepped[4][0] + 1]
+    moved = shown.replace(logits=shown.logits.at[0, 0, best].add(-20.0))
+    step = measured(plain, stepped, shown=moved)
+    assert seen(step, clean) == {"divergence"}
+    assert step.distances["logits"][0] == pytest.approx(20.0, abs=1e-3)
+
+
+def test_nothing_that_is_not_finite_looks_near(plain, stepped):
+    engine, shown = stepped[2], stepped[3]
+    state = engine.state
+    wrong = state.replace(
+        recurrent=state.recurrent.at[0, 0].set(jnp.nan), keys=state.keys.at[0, 1, 0].set(jnp.inf)
+    )
+    step = measured(plain, stepped, engine.replace(state=wrong))
+    assert not (step.distances["R"][0] <= 1.0).any()
+    assert not (step.distances["old K"][1, :, 0] <= 1.0).any()
+    lost = shown.replace(logits=shown.logits.at[0, 0, 0].set(jnp.nan))
+    assert not measured(plain, stepped, shown=lost).distances["divergence"][0] <= 1.0
+
+
+def test_the_right_path_follows_plain_and_not_the_engine(plain):
+    right = plain.tokens[0, :4].tolist()
+    other = [(token + 1) % 61 for token in right]
+    # Rows in scrambled order: right[1] in row 3, right[2] in row 1 below it, and wrong siblings.
+    tree = Tree.from_parents([right[0], right[2], other[1], right[1]], [-1, 3, 0, 0])
+    where = np.zeros(1, np.int64)
+    assert right_path(tree, plain, where, where)[0].tolist() == [0, 3, 1, -1]
+    assert right_path(tree, plain, where, where, np.array([0]))[0].tolist() == [0, -1, -1, -1]
+    assert right_path(tree, plain, where, where, np.array([-1]))[0].tolist() == [-1] * 4
+    with pytest.raises(ValueError, match="decode more"):
+        right_path(tree, plain, np.array([COUNT - 1]), where)
+
+
+def test_a_memory_of_another_drafter_is_refused(plain, stepped):
+    other = Subject(Replay(), MTP("chain2"), REGISTRY["match"])
+    weights, before, engine, shown, offset = stepped
+    with pytest.raises(ValueError, match="plain was recorded with drafter"):
+        measure(
+            *(tiny.model(), other, weights, before, engine, shown, plain, offset),
+            keys=KEYS,
+            sampling=GREEDY,
+        )
+
+
+def test_a_proposal_far_from_a_tie_survives_noise_of_a_bound(plain, stepped):
+    weights, _, engine, _, offset = stepped
+    how = {"keys": KEYS, "sampling": GREEDY}
+    rest = tiny.model(), SUBJECT, weights, engine.memory, plain, offset
+    assert not fragile(*rest, size=1e-5, **how).any()
+    assert fragile(*rest, size=10.0, **how).all()  # noise that drowns the memory changes it
+
+
+def test_a_row_shows_at_its_full_size():
+    random = np.random.default_rng(0)
+    rows = random.standard_normal((2, 50, 3, 16)).astype(np.float32)
+    moved = rows.copy()
+    moved[1, 7, 2] *= 1.01
+    far = worst_row(moved, rows)
+    norm = np.linalg.norm(rows[1, :, 2], axis=1)
+    assert far[1, 2] == pytest.approx(0.01 * norm[7] / np.sqrt((norm**2).mean()), rel=1e-4)
+    assert np.count_nonzero(far) == 1
+    assert worst_row(rows[:, :0], rows[:, :0]).tolist() == [[0.0] * 3] * 2
+
+
+def test_divergence_in_nats():
+    p, q = np.log([0.5, 0.25, 0.25]), np.log([0.25, 0.5, 0.25])
+    want = 0.5 * np.log(2) + 0.25 * np.log(0.5)
+    assert kl(p + 3.0, q - 1.0) == pytest.approx(want)
+    assert kl(p, p) == 0.0 and kl(p, np.full(3, np.nan)) == np.inf
