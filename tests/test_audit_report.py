@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from treejax.audit.base import Check, Report
-from treejax.audit.report import MOST_SHOWN, as_json, lines, share, show, used, verdict
+from treejax.audit.report import MOST_SHOWN, as_json, lines, shaped, share, show, used, verdict
 
 
 def check(value, bound, at_least=False):
@@ -134,6 +134,14 @@ def test_repr_is_one_line():
 )
 def test_cells(value, text):
     assert show(value) == text
+
+
+def test_a_wide_table_of_few_rows_is_turned():
+    wide = [{"policy": name, **{f"c{i}": i for i in range(12)}} for name in ("wy", "wy")]
+    turned = shaped(wide)
+    assert len(turned) == 12 and turned[3] == {"policy": "c3", "wy (1)": 3, "wy (2)": 3}
+    narrow = [{"policy": "wy", "a": 1}]
+    assert shaped(narrow) == narrow and shaped(wide * 6) == wide * 6
 
 
 def test_shares_of_a_bound():

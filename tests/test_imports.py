@@ -105,13 +105,15 @@ def test_only_policies_and_what_stands_above_them_reach_kernels():
         for path in FILES
         if any(name.split(".")[0] == "pallas_kernels" for name in names_in(path))
     }
-    assert users == {"policies", "steps", "cli", "ablation"}
+    assert users == {"policies", "steps", "cli", "ablation", "audit"}
 
 
 def test_nothing_imports_a_command():
     for path in [PACKAGE / "__init__.py", *FILES]:
         assert not imports_of(path) & (set(COMMANDS) - {part_of(path)}), path
-        if part_of(path) not in [*COMMANDS, "cli", "ablation"]:
+        assert not [name for name in names_in(path) if "__main__" in name], path
+        command = part_of(path) in COMMANDS or path.name == "__main__.py"
+        if not command and part_of(path) not in ["cli", "ablation"]:
             assert "cli" not in imports_of(path), path
 
 
@@ -128,7 +130,7 @@ backends = jax._src.xla_bridge._backends
 import treejax
 changed = [name for name, value in jax.config.values.items() if before[name] != value]
 heavy = [name for name in ("optax", "orbax", "tensorstore", "matplotlib", "beartype", "hypothesis",
-                           "jax.experimental.pallas") if name in sys.modules]
+                           "jax.experimental.pallas", "treejax.audit") if name in sys.modules]
 print(json.dumps([changed, heavy, list(backends), treejax.__all__]))
 """
 
@@ -154,7 +156,7 @@ def test_importing_changes_no_setting_and_loads_nothing_heavy(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [*COMMANDS, "audit"])
 def test_a_command_writes_nothing_of_pythons_own_to_stderr(command, tmp_path):
     """``-m`` warns when the package has imported the command already; help goes to stdout."""
     done = subprocess.run(

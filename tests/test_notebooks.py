@@ -99,6 +99,6 @@ def test_notebook_defines_little(path):
 
 def test_the_readme_names_every_notebook():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert [path.stem[:2] for path in NOTEBOOKS] == ["01", "02", "03", "04", "05"]
+    assert [path.stem[:2] for path in NOTEBOOKS] == ["01", "02", "03", "04", "05", "06"]
     for path in NOTEBOOKS:
         assert path.name in readme

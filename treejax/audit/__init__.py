@@ -1,6 +1,14 @@
 """The audit kit: proof that a policy, drafter, rule, checkpoint or kernel is right, and that the
-proof would notice if it were not."""
+proof would notice if it were not.
+
+``run`` is everything in one call. ``component``, ``continuation`` and ``sampler`` are the audits,
+each with a function ``run`` that takes objects, yours too; ``detection`` and ``sampler_detection``
+plant what ``faults`` and ``sampler_faults`` hold. ``step`` is the engine that is audited,
+``envelope`` what its errors are held against; ``report``, ``page`` and ``figures`` show what came
+out.
+"""
 
 from treejax.audit.base import Check, Report
+from treejax.audit.whole import run
 
-__all__ = ["Check", "Report"]
+__all__ = ["Check", "Report", "run"]

@@ -153,6 +153,7 @@ def _folded(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:
     if not rows:
         return ""
+    rows = texts.shaped(rows)
     numbers = {name for name, value in rows[0].items() if texts.is_number(value)}
     head = "".join(f"<th{_right(name in numbers)}>{_text(str(name))}</th>" for name in rows[0])
     body = "".join(

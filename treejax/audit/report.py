@@ -19,7 +19,8 @@ from rich.table import Table
 from treejax.audit.base import Check, Report
 
 MOST_SHOWN = 20  # failed checks that are shown one by one; report.json has them all
-_WIDTH = 140  # of report.txt
+_WIDTH = 160  # of report.txt
+_MOST_COLUMNS = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +157,23 @@ def write_text(report: Report, console: Console) -> None:
     say(verdict(report))
 
 
+def shaped(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Few rows of many columns as many rows of few columns: a screen is narrow."""
+    first, *names = rows[0]
+    if len(names) < _MOST_COLUMNS or len(rows) >= len(names):
+        return [dict(row) for row in rows]
+    heads = [show(row[first]) for row in rows]
+    if len(set(heads)) < len(heads):
+        heads = [f"{head} ({at})" for at, head in enumerate(heads, 1)]
+    cells = [[row[name] for row in rows] for name in names]
+    return [
+        {first: name, **dict(zip(heads, line, strict=True))}
+        for name, line in zip(names, cells, strict=True)
+    ]
+
+
 def make_table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
+    rows = shaped(rows)
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for name, value in rows[0].items():
         side = "right" if is_number(value) else "left"

@@ -1,0 +1,350 @@
+"""``python -m treejax.audit`` and ``treejax.audit.run``: options, exit statuses, files.
+
+The audits themselves are replaced by reports made by hand, but for one run of the real thing.
+"""
+
+import dataclasses
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import audit_reports as made
+import jax
+import pytest
+import tiny
+
+import treejax
+from treejax.audit import __main__ as command_module
+from treejax.audit import work
+from treejax.audit.base import Report
+from treejax.audit.whole import run as run_audits
+from treejax.cli.guard import run_command
+from treejax.drafters import MTP
+from treejax.model import Model
+from treejax.policies import REGISTRY as POLICIES
+from treejax.policies import WY, Snapshot
+
+PARTS = {
+    "component": "run",
+    "continuation": "run",
+    "sampler": "run",
+    "detection": "run",
+    "sampler_detection": "detect",
+}
+
+
+class Calls:
+    """What the audits were given; what they answer with."""
+
+    def __init__(self):
+        self.given = {}
+        self.answers = {}
+
+    def answer(self, name, *arguments):
+        self.given[name] = arguments
+        next(a for a in arguments if callable(a))(name, 0, 2)  # progress
+        audit = {"detection": "continuation", "sampler_detection": "sampler"}.get(name, name)
+        checks = tuple(c for c in made.checks() if c.audit == audit)
+        answer = self.answers.get(name, Report(checks))
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+
+@pytest.fixture
+def calls(monkeypatch, tmp_path):
+    """Every audit answers from memory; the command's cache is a temporary one."""
+    before = jax.config.jax_compilation_cache_dir
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    seen = Calls()
+    for name, function in PARTS.items():
+        answer = functools.partial(seen.answer, name)
+        monkeypatch.setattr(getattr(work, name), function, answer)
+    yield seen
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+@pytest.fixture
+def command(calls, capsys):
+    """Run the command in this process: (exit status, stdout, stderr)."""
+
+    def run(*arguments):
+        name, main = command_module.NAME, command_module.main
+        try:
+            status = run_command(name, main, [str(each) for each in arguments])
+        except SystemExit as stop:  # argparse
+            status = stop.code
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def subjects(calls):
+    return [subject.name for subject in calls.given["continuation"][1]]
+
+
+def test_all_audits_run_and_a_green_one_exits_with_0(command, calls, tmp_path):
+    out = tmp_path / "a" / "out"
+    status, shown, err = command("--quick", "--out", out)
+    assert (status, err) == (0, "")
+    assert list(calls.given) == ["component", "continuation", "sampler"]
+    assert shown.rstrip().splitlines()[-1].startswith("GREEN: all ")
+    said = json.loads((out / "report.json").read_text())
+    assert said["green"] and said["facts"]["made with"]["jax"] == jax.__version__
+    assert {"commit", "device", "python", "model's model"} <= set(said["facts"]["made with"])
+    assert "python-11m, float32" in said["facts"]["audited"]["model"]
+    assert (out / "report.txt").read_text().splitlines()[-1] in shown
+    assert "<strong>GREEN</strong>" in (out / "report.html").read_text()
+
+
+def test_a_red_audit_exits_with_1(command, calls):
+    calls.answers["sampler"] = Report((made.REJECTED,))
+    status, shown, _ = command("--quick")
+    assert status == 1 and "failed: sampler block: joint G-test 1e-09" in shown
+    assert shown.rstrip().splitlines()[-1].startswith("RED: 1 of ")
+
+
+def test_an_audit_that_checked_nothing_is_red(command, calls):
+    """FC-26: no checks are no proof, and those of the others must not hide it."""
+    calls.answers["sampler"] = Report(())
+    for audits in ((), ("sampler",)):
+        status, shown, _ = command(*audits, "--quick")
+        assert status == 1 and "failed: sampler all of it: checks 0, at least 1" in shown
+
+
+def test_what_is_shown_names_who_was_audited_and_what_was_not(command, calls):
+    _, shown, _ = command("continuation", "--quick", "--policy", "wy", "--drafter", "mtp:chain3")
+    head, _, rest = shown.partition("Not audited:")
+    assert "policies:       wy\n" in head and "drafters:       mtp:chain3\n" in head
+    assert "audits component, sampler: not asked for" in rest
+    assert "policies snapshot, replay" in rest and "drafters mtp_tree, suffix" in rest
+    assert "models in bfloat16" in rest and "kernels on a GPU" in rest
+    assert "planted faults" in rest
+
+
+def test_quick_audits_what_generation_takes_by_itself(command, calls):
+    command("--quick")
+    (policy,) = calls.given["component"][0]
+    model = treejax.load_model()
+    assert policy.name == treejax.choose_policy(model.config, 1, 9, "xla").policy
+    assert subjects(calls) == [f"{policy.name}/mtp+suffix:hydra8"]
+
+
+def test_the_full_profile_audits_every_policy_and_every_kind_of_drafter(command, calls):
+    """FC-26: what "all" says is all there is."""
+    _, shown, _ = command()
+    assert {p.name for p in calls.given["component"][0]} == set(POLICIES)
+    names = subjects(calls)
+    assert len(names) == len(set(names))
+    assert {name.partition("/")[0] for name in names} == set(POLICIES)
+    drafters = {subject.drafter.name for subject in calls.given["continuation"][1]}
+    assert drafters == {"mtp", "mtp_tree", "suffix", "mtp+suffix", "resting"}
+    assert len(calls.given["sampler"][1]) == 5  # and typical says itself that it is lossy
+    assert "drafters scripted\n" in shown and "rules typical\n" in shown
+    assert "policies" not in shown.partition("Not audited")[2]
+
+
+def test_policies_and_drafters_that_were_asked_for_are_all_paired(command, calls):
+    command(
+        *("continuation", "--policy", "wy,snapshot", "--quick"),
+        *("--drafter", "mtp:3,2", "--drafter", "suffix:chain4"),
+    )
+    assert subjects(calls) == [
+        "wy/mtp:3,2",
+        "wy/suffix:chain4",
+        "snapshot/mtp:3,2",
+        "snapshot/suffix:chain4",
+    ]
+
+
+def test_every_form_of_a_drafter_is_audited(command, calls):
+    command("continuation", "--quick", "--drafter", "budget", "--policy", "wy")
+    assert [name.partition("/")[2] for name in subjects(calls)][:2] == [
+        "resting:root",
+        "mtp:chain2",
+    ]
+    assert len(subjects(calls)) == 5
+
+
+def test_a_rule_brings_a_drafter_whose_candidates_it_takes(command, calls):
+    command("--quick", "--policy", "wy", "--rule", "block,traversal")
+    assert subjects(calls) == [
+        "wy/mtp@draws=iid:chain3 by block",
+        "wy/mtp@draws=without_replacement:3,2 by traversal",
+    ]
+    assert [rule.name for rule in calls.given["sampler"][1]] == ["block", "traversal"]
+
+
+def test_numbers_and_settings_reach_the_audits(command, calls):
+    command("--quick", "--seed", "7", "--seeds", "2", "--dtype", "bfloat16", "--faults")
+    assert calls.given["component"][1].seed == 7
+    assert calls.given["continuation"][2].seed == 7
+    assert (calls.given["sampler"][2].seed, calls.given["sampler"][2].seeds) == (7, 2)
+    model, names, settings, _ = calls.given["detection"]
+    assert (str(model.dtype), names, settings.seeds, settings.seed) == ("bfloat16", None, 2, 7)
+    names, settings, *_ = calls.given["sampler_detection"]
+    assert (names, settings.fault_seeds, settings.seed) == (None, 2, 7)
+
+
+def test_faults_are_planted_where_they_must_be_caught(command, calls):
+    command("--quick", "--fault", "stale root,KV remap,same_coin")
+    assert calls.given["detection"][1] == ("stale root", "KV remap")
+    assert calls.given["sampler_detection"][0] == ("same_coin",)
+    calls.given.clear()
+    _, shown, _ = command("sampler", "--quick", "--faults")
+    assert list(calls.given) == ["sampler", "sampler_detection"]
+    assert "planted faults" not in shown
+    calls.given.clear()
+    command("continuation", "--quick", "--fault", "stale root")
+    assert list(calls.given) == ["continuation", "detection"]
+    status, _, err = command("continuation", "--quick", "--fault", "same_coin")
+    assert status == 2 and "fault 'same_coin' cannot act in the audit continuation" in err
+
+
+def test_interpreted_kernels_are_audited_if_asked_for(command, calls):
+    _, shown, _ = command("--quick", "--implementation", "interpret", "--policy", "replay")
+    (policy,) = calls.given["component"][0]
+    assert policy.implementation == "interpret" and "runs on:        cpu: cpu, interpret" in shown
+    assert calls.given["continuation"][1][0].policy.implementation == "interpret"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing"], "audit 'nothing' is unknown, expected of: component"),
+        (["--policy", "nope"], "unknown policy 'nope', expected one of: snapshot"),
+        (["--policy", "wy,"], "unknown policy ''"),
+        (["--policy", "auto"], "policy 'auto' depends on batch and tree"),
+        (["--drafter", "nope:chain3"], "drafter 'nope' is unknown, expected one of: mtp"),
+        (["--drafter", "mtp:best9x3"], "cannot fill the tree 'best9x3'"),
+        (["--drafter", "mtp@speed=2:chain3"], "setting 'speed' is unknown"),
+        (["--drafter", "scripted:2,2"], "drafter 'scripted' needs the answers"),
+        (["--rule", "nope"], "rule 'nope' is unknown, expected one of: match"),
+        (["--rule", "block", "--drafter", "mtp:chain3"], "rule 'block' needs candidates of kind"),
+        (["--fault", "nope"], "fault 'nope' is unknown, expected of: "),
+        (["--fault", "stale root", "--faults"], "--faults plants every fault"),
+        (["component", "--envelope", "f"], "envelope cannot act in the audit component"),
+        (["sampler", "--calibrate", "f"], "calibrate cannot act in the audit sampler"),
+        (["sampler", "--policy", "wy"], "policy cannot act in the audit sampler"),
+        (["component", "--drafter", "mtp"], "drafter cannot act in the audit component"),
+        (["component", "--rule", "match"], "rule cannot act in the audit component"),
+        (["component", "--checkpoint", "x"], "model cannot act in the audit component"),
+        (["component", "--dtype", "bfloat16"], "dtype cannot act in the audit component"),
+        (["sampler", "--implementation", "xla"], "implementation cannot act in the audit"),
+        (["component", "--faults"], "faults cannot act in the audit component"),
+        (["--envelope", "x", "--calibrate", "y"], "envelope and calibrate were both given"),
+        (["--envelope", "/no/such"], "no envelope file '/no/such'"),
+        (["--implementation", "mosaic_gpu"], "the kernels need a Hopper GPU"),
+        (["--implementation", "cuda"], "invalid choice: 'cuda'"),
+        (["--dtype", "float16"], "invalid choice: 'float16'"),
+        (["--checkpoint", "/no/such"], "no model folder '/no/such'"),
+        (["--seed", "-1"], "seed is -1, expected an integer of at least 0"),
+        (["--seeds", "0"], "seeds is 0, expected an integer of at least 1"),
+        (["component", "--seeds", "3"], "seeds cannot act in component: leave it out"),
+        (["--time-limit", "0"], "--time-limit is 0, expected seconds above 0"),
+        (["--time-limit", "nan"], "--time-limit is nan, expected seconds above 0"),
+        (["--qui"], "unrecognized arguments: --qui"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(command, calls, arguments, message):
+    """FC-26: nothing that was asked for is silently off."""
+    status, shown, err = command("--quick", *arguments)
+    assert (status, shown, calls.given) == (2, "", {})
+    assert message in err and err.count("\n") == 1
+
+
+def test_a_mistake_that_an_audit_finds_is_one_line_too(command, calls):
+    calls.answers["component"] = ValueError("policy 'x' cannot be hashed")
+    assert command("component", "--quick") == (
+        2,
+        "",
+        "treejax.audit: policy 'x' cannot be hashed\n",
+    )
+
+
+def test_a_failure_keeps_what_was_audited_before(command, calls, tmp_path):
+    calls.answers["continuation"] = ValueError("no room")
+    status, shown, err = command("--quick", "--out", tmp_path / "out")
+    assert status == 2 and err == "treejax.audit: no room\n"
+    assert "continuation all of it: finished 0, at least 1 (failed: no room)" in shown
+    assert "RED" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_an_edited_envelope_is_refused_before_anything_runs(command, calls, tmp_path):
+    path = tmp_path / "envelope.json"
+    path.write_text('{"bounds": {}, "controls": {}, "provenance": {}, "digest": "0"}')
+    status, _, err = command("continuation", "--quick", "--envelope", path)
+    assert status == 2 and "was changed after it was calibrated" in err and not calls.given
+
+
+def test_an_interrupted_audit_keeps_what_it_had(command, calls, tmp_path):
+    calls.answers["continuation"] = KeyboardInterrupt()
+    status, shown, err = command("--quick", "--out", tmp_path)
+    assert status == 130 and err == "treejax.audit: interrupted\n"
+    said = json.loads((tmp_path / "report.json").read_text())
+    assert not said["green"]
+    assert [c["audit"] for c in said["checks"] if c["name"] == "states"] == ["component"]
+    assert "continuation: interrupted" in shown and "sampler: interrupted" in shown
+
+
+def test_an_audit_that_is_out_of_time_is_red(command, calls, monkeypatch):
+    now = iter(range(100))
+    clock = SimpleNamespace(monotonic=lambda: float(next(now)))
+    monkeypatch.setattr(work, "time", clock)  # read at the start and at each piece of progress
+    status, shown, err = command("--quick", "--time-limit", "3.5")
+    assert status == 1 and err == "treejax.audit: out of time after 3.5 s\n"
+    assert list(calls.given) == ["component", "continuation"]  # and its report is lost
+    assert "continuation all of it: finished 0" in shown and "RED" in shown
+
+
+def test_the_call_takes_objects_and_says_the_same(calls):
+    """A user's policy in one call; names and objects may be mixed."""
+    model = treejax.load_model()
+    report = run_audits(
+        policy=[WY(), "snapshot"], drafter=MTP("chain3"), quick=True, model=model, seed=3
+    )
+    assert report.green and "GREEN" in report._repr_html_()
+    assert calls.given["continuation"][0] is model
+    assert subjects(calls) == ["wy/mtp:chain3", "snapshot/mtp:chain3"]
+    assert [type(p) for p in calls.given["component"][0]] == [WY, Snapshot]
+    assert report.facts["audited"]["model"].startswith("a loaded model, float32")
+    assert "detection" not in calls.given
+    run_audits("component", policy="wy", quick=True, faults=False)
+    with pytest.raises(ValueError, match="dtype cannot act on a model that is loaded"):
+        run_audits(model=model, dtype="bfloat16")
+    with pytest.raises(ValueError, match="fault 'nope' is unknown"):
+        run_audits(faults=["nope"])
+    calls.answers["sampler"] = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        run_audits("sampler", quick=True)
+
+
+def test_a_model_without_a_head_is_audited_with_what_can_serve_it(calls):
+    config = dataclasses.replace(tiny.CONFIG, mtp_num_hidden_layers=0)
+    model = Model(tiny.random_params(config), config)
+    run_audits("continuation", policy="wy", quick=True, model=model)
+    assert subjects(calls) == ["wy/suffix:best16x8"]
+    with pytest.raises(ValueError, match="MTP"):
+        run_audits("continuation", policy="wy", drafter="mtp:chain3", quick=True, model=model)
+
+
+@pytest.mark.slow
+def test_quick_is_green_on_the_model_that_ships(tmp_path):
+    """The real command in a new process with an empty cache, as CI runs it."""
+    done = subprocess.run(
+        [sys.executable, "-m", "treejax.audit", "--quick", "--out", str(tmp_path / "out")],
+        env=os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")},
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+    said = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert {check["audit"] for check in said["checks"]} == {"component", "continuation", "sampler"}
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "<svg" in page and "p-values of the G-tests" in page and "by layer" in page
