@@ -22,6 +22,17 @@ def checks():
     return tuple(made)
 
 
+def planted():
+    """A fault that is caught in both policies, one that is missed once, one of a sampler."""
+    found = {"wy/mtp with stale root": 1.0, "ring/mtp with stale root": 0.99, "same_coin": 1.0}
+    found["wy/mtp with KV remap"] = 0.25
+    for subject, share in found.items():
+        where = {"seeds": 100}
+        yield Check(
+            "faults", subject, "detection power", where, share, 0.99, True, note="why & how"
+        )
+
+
 TABLE = (
     "Planted faults",
     (

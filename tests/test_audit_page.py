@@ -142,6 +142,21 @@ def test_without_matplotlib_the_page_is_whole_and_says_so(monkeypatch):
     assert "KV remap" in text and "What was measured" in text
 
 
+def test_the_fault_matrix_has_a_row_a_fault_and_a_column_a_place(green):
+    assert "Planted faults: share" not in green
+    text = page(made.red(*made.planted()))
+    matrix = text[text.index('<table class="matrix">') :]
+    rows = matrix[: matrix.index("</table>")].split("<tr>")[1:]
+    assert re.findall("<th>([^<]*)</th>", rows[0]) == ["fault", "wy/mtp", "ring/mtp", "faults", ""]
+    assert [re.findall("<td>([^<]+)</td>", row)[0] for row in rows[1:]] == [
+        "stale root",
+        "same_coin",
+        "KV remap",
+    ]
+    assert '<td class="n good">99 % of 100</td>' in rows[1] and "a &amp; b" in rows[1]
+    assert '<td class="n bad">25 % of 100</td>' in rows[3]
+
+
 def test_tables_and_what_was_not_audited_are_there(green):
     text = " ".join(outline(green).text)
     for part in ("Planted faults", "KV remap", "Not audited", "models in bfloat16", "0.11.2"):

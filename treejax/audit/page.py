@@ -11,7 +11,7 @@ from typing import Any
 
 from treejax.ablation.figures import HINT, can_draw
 from treejax.audit import report as texts
-from treejax.audit.base import Report
+from treejax.audit.base import Check, Report
 from treejax.audit.figures import figures
 
 _LONG = 12  # a table of more rows is folded
@@ -29,6 +29,7 @@ h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
 .verdict p { margin: .3rem 0 0; }
 .good { --tone: var(--good); } .bad { --tone: var(--bad); }
 td.good, td.bad { color: var(--tone); font-weight: 600; }
+.matrix td.n { background: color-mix(in srgb, var(--tone, transparent) 12%, transparent); }
 .cards, .figures { display: grid; gap: 1rem; }
 .cards { grid-template-columns: repeat(auto-fit, minmax(11rem, 1fr)); margin: 1rem 0; }
 .card { background: var(--card); border-radius: .3rem; padding: .6rem .8rem; }
@@ -52,7 +53,7 @@ footer { margin-top: 2rem; font-size: .8rem; opacity: .7; }
 def page(report: Report) -> str:
     """The whole page."""
     title = f"treejax audit: {'green' if report.green else 'red'}"
-    parts = [*_first_screen(report), *_red(report), *_drawn(report)]
+    parts = [*_first_screen(report), *_red(report), *_drawn(report), *_faults(report)]
     parts += [
         "<h2>What was measured</h2>",
         _table([line.row() for line in texts.lines(report)]),
@@ -119,6 +120,29 @@ def _drawn(report: Report) -> Iterable[str]:
             caption = f"<b>{_text(each.title)}.</b> {_text(each.caption)}"
             yield f"<figure>{each.svg}<figcaption>{caption}</figcaption></figure>"
         yield "</div>"
+
+
+def _faults(report: Report) -> Iterable[str]:
+    """The fault matrix, a column for each thing that faults were planted in; then false alarms."""
+    rows = texts.fault_matrix(report)
+    if not rows:
+        return
+    columns = list(dict.fromkeys(where for row in rows for where in row.caught))
+    heads = "".join(f"<th>{_text(column)}</th>" for column in columns)
+    yield "<h2>Planted faults: share of seeds in which each was caught</h2>"
+    yield f'<div class="scroll"><table class="matrix"><tr><th>fault</th>{heads}<th></th></tr>'
+    for row in rows:
+        cells = "".join(_caught(row.caught.get(column)) for column in columns)
+        yield f"<tr><td>{_text(row.fault)}</td>{cells}<td>{_text(row.says)}</td></tr>"
+    yield "</table></div>"
+
+
+def _caught(check: Check | None) -> str:
+    if check is None:
+        return "<td></td>"
+    seeds = check.where.get("seeds")
+    of = f" of {seeds}" if seeds is not None else ""
+    return f'<td class="n {_tone(check.green)}">{100 * check.value:.4g} %{of}</td>'
 
 
 def _missing(report: Report) -> Iterable[str]:

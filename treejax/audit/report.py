@@ -18,6 +18,7 @@ from rich.table import Table
 
 from treejax.audit.base import Check, Report
 
+POWER = "detection power"  # what checks of planted faults measure
 MOST_SHOWN = 20  # failed checks that are shown one by one; report.json has them all
 _WIDTH = 160  # of report.txt
 _MOST_COLUMNS = 10
@@ -85,6 +86,35 @@ def lines(report: Report) -> list[Line]:
 
 def _badness(check: Check) -> tuple[bool, float]:
     return not check.green, used(check)
+
+
+@dataclasses.dataclass(frozen=True)
+class Planted:
+    """A row of the fault matrix: in how many of the places where it struck a fault was caught.
+
+    Attributes:
+      fault: its name; says: what goes wrong.
+      caught: by what it was planted in, the share of seeds.
+    """
+
+    fault: str
+    says: str
+    caught: dict[str, Check]
+
+
+def fault_matrix(report: Report) -> list[Planted]:
+    """Detection power of every planted fault, in the order of the checks.
+
+    What a fault was planted in is the part of a check's subject before " with ", the fault the
+    part after it; a subject without that is the fault itself.
+    """
+    rows: dict[str, Planted] = {}
+    for check in report.checks:
+        if check.name == POWER:
+            where, joint, fault = check.subject.partition(" with ")
+            fault, where = (fault, where) if joint else (where, check.audit)
+            rows.setdefault(fault, Planted(fault, check.note, {})).caught[where] = check
+    return list(rows.values())
 
 
 def verdict(report: Report) -> str:
