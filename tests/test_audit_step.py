@@ -16,13 +16,13 @@ from treejax.sampling import Sampling
 from treejax.steps.rules import REGISTRY as RULES
 from treejax.steps.together import Carry, step
 
-GREEDY = Sampling().prepared(CONFIG.vocab_size)
+DRAWS = Sampling(temperature=1.0).prepared(CONFIG.vocab_size)
 EVERY = tuple(fault for fault in REGISTRY.values() if not fault.drafted)
 
 
 def one_step(bench, subject, engine, strike, index):
     config, params = bench.model.config, bench.model.params
-    how = bench.weights, engine, bench.keys, GREEDY, strike, jnp.int32(index)
+    how = bench.weights, engine, bench.keys, DRAWS, strike, jnp.int32(index)
     return cycle(config, subject, params, *how)
 
 
@@ -51,7 +51,7 @@ def test_a_step_without_a_fault_is_the_loops_own():
         engine, shown = one_step(bench, subject, engine, never(batch), t)
         carry, emission = step(
             *(config, bench.drafter, subject.rule, params, bench.weights, carry, limit),
-            *(bench.keys, GREEDY, quiet),
+            *(bench.keys, DRAWS, quiet),
         )
         assert not same(engine.state, carry.state)
         np.testing.assert_array_equal(engine.pending, carry.pending)

@@ -32,6 +32,10 @@ POWER = 0.99
 """The share of seeds in which a fault must be caught."""
 
 
+CONTROLS = continuation_settings.Settings(prefixes=6, length=40, shorter=2)
+"""Of the envelope: prefixes as short as the texts here, which rounding has less time to move."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """How the matrix is filled.
@@ -45,6 +49,7 @@ class Settings:
       schedule: of the scripted drafter: (levels proposed, right tokens) of each step; there are as
         many steps as entries.
       length: tokens of a prompt.
+      temperature: of both texts, which draw with one noise.
       controls: of the continuation audit, whose envelope judges here too; None leaves native
         decoding's verify of these trees the only control, which compiles nothing of its own.
       factor: of the bounds over what that verify showed, on calibration texts.
@@ -59,7 +64,8 @@ class Settings:
     tree: str = "3,2,1"
     schedule: tuple[tuple[int, int], ...] = ((3, 3), (2, 1), (3, 2), (1, 0), (3, 1), (2, 2))
     length: int = 24
-    controls: continuation_settings.Settings | None = continuation_settings.FULL
+    temperature: float = 1.0
+    controls: continuation_settings.Settings | None = CONTROLS
     factor: float = 4.0
     on_toy: bool = False
     seed: int = 0
@@ -105,15 +111,16 @@ def run(
     done, benches = 0, {}
     advance("calibration", done, total)
     size = settings.batch, settings.length, settings.seed
+    heat = settings.temperature
     steps, scripted = len(settings.schedule), script(settings.tree, settings.schedule)
-    bench = prepare(model, scripted, prefixes(model, "calibration", *size), steps)
+    bench = prepare(model, scripted, prefixes(model, "calibration", *size), steps, heat)
     judge = judge_of(bench, settings.factor, settings.controls)
     texts = prefixes(model, "held-out", *size)
     for drafted in needed:
         done += 1
         advance("plain decoding", done, total)
         drafter = MTP(settings.tree) if drafted else scripted
-        benches[drafted] = prepare(model, drafter, texts, steps)
+        benches[drafted] = prepare(model, drafter, texts, steps, heat)
     done += 1
 
     def caught(drafted: bool, name: str, fault: Fault | None) -> Caught:
@@ -125,7 +132,8 @@ def run(
         )
         together.check(model.config, policy, bench.drafter)
         subject = Subject(policy, bench.drafter, RULES["match"], together)
-        strike = draw_strikes(fault, policy, bench, settings.seeds, settings.seed)
+        decided = judge.decided(bench)
+        strike = draw_strikes(fault, policy, bench, settings.seeds, settings.seed, decided)
         return run_bench(bench, subject, judge, together.strike(fault, strike))
 
     alarms, rows = [], []
@@ -172,15 +180,13 @@ def _named(name: str) -> Fault:
 
 def _row(fault: Fault, policy: str, bench: Bench, made: Caught) -> dict[str, Any]:
     """One line of the matrix."""
-    planted = fault != Fault()
-    among = made.struck if planted else np.ones(bench.batch, bool)
-    caught = made.caught & among
+    caught = made.caught & made.struck
     surfaces = Counter(name for b in np.flatnonzero(caught) for name in made.seen[b])
     return {
         "fault": fault.name,
         "policy": policy,
         "drafter": bench.drafter.name,
-        "seeds": int(among.sum()),
+        "seeds": int(made.struck.sum()),
         "caught": int(caught.sum()),
         "seen in": dict(surfaces.most_common()),
         "weakest": float(made.ratio[caught].min()) if caught.any() else 0.0,

@@ -22,11 +22,9 @@ from treejax.drafters import Drafter
 from treejax.drafters.base import Draft
 from treejax.drafters.scripted import Script, Scripted
 from treejax.model import Model
-from treejax.sampling import Sampling
+from treejax.sampling import Sampling, per_sequence
 from treejax.shapes import Array
 from treejax.tree import Tree, describe
-
-GREEDY = Sampling()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -38,7 +36,8 @@ class Bench:
       start, plain: after the prompts, and plain decoding from there.
       course: what a right engine goes through; offsets: [T, B] where each step begins.
       logits: [T, B, N, V] of the trees' rows.
-      keys: [B] of the sequences; greedy decoding draws nothing from them.
+      sampling: how both draw, with one noise; keys: [B] of the sequences.
+      margins: [B] by how much each text's closest decision was decided.
     """
 
     model: Model
@@ -49,7 +48,9 @@ class Bench:
     course: Course
     offsets: np.ndarray
     logits: np.ndarray
+    sampling: Sampling
     keys: Array
+    margins: np.ndarray
 
     @property
     def steps(self) -> int:
@@ -66,14 +67,25 @@ def script(tree: str, schedule: tuple[tuple[int, int], ...]) -> Scripted:
     return Scripted(tree=tree, truth=((0,),), schedule=schedule)
 
 
-def prepare(model: Model, drafter: Drafter, prompts: Sequence[Sequence[int]], steps: int) -> Bench:
-    """Everything that a run of ``steps`` steps after the prompts is held against."""
+def prepare(
+    model: Model,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    steps: int,
+    temperature: float = 1.0,
+) -> Bench:
+    """Everything that a run of ``steps`` steps after the prompts is held against.
+
+    A greedy text of a small model soon repeats itself, and its state with it: a commit that is left
+    out then changes nothing. With temperature texts do not.
+    """
+    sampling = Sampling(temperature=temperature)
     batch, deepest = len(prompts), drafter.max_depth + 1
     count = (steps + 1) * deepest
     rows = max(map(len, prompts)) + count
     keys = jax.random.split(jax.random.key(0), batch)
-    start = take_in(model, prompts, drafter, max_length=rows, sampling=GREEDY)
-    plain = decode_from(model, start, count, sampling=GREEDY, keys=keys, by=drafter)
+    start = take_in(model, prompts, drafter, max_length=rows, sampling=sampling)
+    plain = decode_from(model, start, count, sampling=sampling, keys=keys, by=drafter)
     weights = start.draft.weights
     if isinstance(drafter, Scripted):
         truth = tuple(tuple(map(int, row)) for row in plain.tokens)
@@ -87,7 +99,8 @@ def prepare(model: Model, drafter: Drafter, prompts: Sequence[Sequence[int]], st
             memory = memory.replace(step=jnp.full(batch, t, jnp.int32))
         length = jnp.asarray(plain.start + offset, jnp.int32)
         pending = jnp.asarray(plain.tokens[everyone, offset])
-        tree = _propose(model.config, drafter, weights, memory, length, pending, keys)
+        settings = sampling.prepared(model.config.vocab_size)
+        tree = _propose(model.config, drafter, weights, memory, length, pending, keys, settings)
         path = right_path(tree, plain, offset, everyone)
         offsets.append(offset)
         paths.append(path)
@@ -109,7 +122,10 @@ def prepare(model: Model, drafter: Drafter, prompts: Sequence[Sequence[int]], st
         lengths=(paths >= 0).sum(axis=2),
     )
     logits = row_logits(model, plain, tokens, parents, offsets)
-    return Bench(model, drafter, weights, start, plain, course, offsets, logits, keys)
+    drawn = np.arange(plain.count + 1)[:, None] <= offset[None, :]
+    margins = np.where(drawn, plain.margin, np.inf).min(axis=0)
+    made = course, offsets, logits, sampling, keys, margins
+    return Bench(model, drafter, weights, start, plain, *made)
 
 
 def _tails(
@@ -143,8 +159,10 @@ def _propose(
     length: Array,
     pending: Array,
     keys: Array,
+    sampling: Sampling,
 ) -> Tree:
-    draft = Draft(weights=weights, memory=memory, config=config, sampling=GREEDY.prepared())
+    own, *_ = per_sequence(len(length), sampling, keys, length, config.vocab_size)
+    draft = Draft(weights=weights, memory=memory, config=config, sampling=own)
     return drafter.propose(draft, _Prefix(length), pending, keys)[0]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from treejax.audit.calibration import by_layer, calibrate
 from treejax.audit.continuation_settings import Settings
-from treejax.audit.detection_bench import GREEDY, Bench
+from treejax.audit.detection_bench import Bench
 from treejax.audit.detection_run import ROWS, Judge, row_distances
 from treejax.audit.envelope import bounds_from
 from treejax.audit.reference import NATIVE, engine_of
@@ -40,7 +40,7 @@ def _native(bench: Bench) -> dict[str, np.ndarray]:
     """The largest distances of native decoding's own verify, by surface and layer."""
     subject = Subject(NATIVE, bench.drafter, RULES["match"])
     engine = engine_of(subject, bench.start, bench.plain.tokens[:, 0])
-    settings = GREEDY.prepared(bench.model.config.vocab_size)
+    settings = bench.sampling.prepared(bench.model.config.vocab_size)
     worst: dict[str, np.ndarray] = {ROWS: np.zeros(1)}
     for t in range(bench.steps):
         before = engine
@@ -53,7 +53,7 @@ def _native(bench: Bench) -> dict[str, np.ndarray]:
             *(bench.model, subject, bench.weights, before, engine, shown, bench.plain),
             *(bench.offsets[t],),
             keys=bench.keys,
-            sampling=GREEDY,
+            sampling=bench.sampling,
         )
         for name, values in measured.distances.items():
             worst[name] = np.maximum(worst.get(name, 0.0), by_layer(values))

@@ -7,20 +7,26 @@ The judge sees the engine's outputs and plain's record. Its bounds come from con
 import dataclasses
 import zlib
 from collections.abc import Mapping
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treejax.audit.detection_bench import GREEDY, Bench
+from treejax.audit.detection_bench import Bench
 from treejax.audit.faults import Fault, Strike
 from treejax.audit.memories import relative
 from treejax.audit.reference import engine_of
 from treejax.audit.step import Cycle, Subject, cycle, never
 from treejax.audit.surfaces import Measured, measure
 from treejax.policies import Policy
+from treejax.shapes import Array
 
 ROWS = "row logits"
 """The surface that is judged beside those of ``surfaces``: logits of all rows of the tree."""
+
+NARROW = "narrow numbers"
+"""What is counted beside: stored float32 vectors of which every number is one of bfloat16."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +34,10 @@ class Judge:
     """Bounds by surface, a number a layer or one; the name ``row logits`` among them."""
 
     bounds: Mapping[str, tuple[float, ...]]
+
+    def decided(self, bench: Bench) -> np.ndarray:
+        """[B] sequences in whose text rounding cannot have decided anything."""
+        return bench.margins > self.bounds["margin"][0]
 
     def findings(self, measured: Measured, rows: np.ndarray) -> dict[str, np.ndarray]:
         """By surface [B]: how many times its bound was reached; infinite where a count is not 0."""
@@ -49,7 +59,7 @@ class Caught:
     """What became of B sequences.
 
     Attributes:
-      struck: [B] whether a fault struck at all.
+      struck: [B] sequences that a fault struck; without one, all in which anything could be said.
       cycle: [B] the first step with a finding, -1 without one.
       seen: the surfaces that were beyond their bounds then, a set a sequence.
       ratio: [B] how many times its bound the clearest of them reached; 0 without one.
@@ -68,10 +78,10 @@ class Caught:
 def run_bench(bench: Bench, subject: Subject, judge: Judge, strike: Strike | None = None) -> Caught:
     """All steps, or as many as it takes until every struck sequence is caught."""
     at = never(bench.batch) if strike is None else strike
-    struck = np.asarray(at.cycle) >= 0
+    struck = judge.decided(bench) if strike is None else np.asarray(at.cycle) >= 0
     config, everyone = bench.model.config, np.arange(bench.batch)
     engine = engine_of(subject, bench.start, bench.plain.tokens[:, 0])
-    settings = GREEDY.prepared(config.vocab_size)
+    settings = bench.sampling.prepared(config.vocab_size)
     first, best = np.full(bench.batch, -1), np.zeros(bench.batch)
     seen = [frozenset[str]() for _ in everyone]
     for t in range(bench.steps):
@@ -83,11 +93,12 @@ def run_bench(bench: Bench, subject: Subject, judge: Judge, strike: Strike | Non
         measured = measure(
             *(bench.model, subject, bench.weights, before, engine, shown, bench.plain, offset),
             keys=bench.keys,
-            sampling=GREEDY,
+            sampling=bench.sampling,
         )
+        measured.counts[NARROW] = np.asarray(narrow_vectors(engine.state.recurrent))
         ratios = judge.findings(measured, row_distances(bench, shown, t))
         table = np.stack(list(ratios.values()))  # [surfaces, B]
-        found = (table > 1).any(axis=0) & (first < 0)
+        found = (table > 1).any(axis=0) & (first < 0) & judge.decided(bench)
         for b in np.flatnonzero(found):
             seen[b] = frozenset(name for name, ratio in ratios.items() if ratio[b] > 1)
         first[found], best[found] = t, table.max(axis=0)[found]
@@ -105,13 +116,34 @@ def row_distances(bench: Bench, shown: Cycle, t: int) -> np.ndarray:
     return np.where(same & (tokens >= 0), far, 0.0)
 
 
-def draw_strikes(fault: Fault, policy: Policy, bench: Bench, seeds: int, seed: int) -> Strike:
-    """A random place each in ``seeds`` sequences, in a step in which the fault shows.
+@jax.jit
+def narrow_vectors(carry: Any) -> Array:
+    """[B] float32 vectors of a policy's carry that look as if they had been bfloat16.
+
+    A vector counts if it has eight numbers or more other than 0 and the low half of each is 0: by
+    chance that happens once in 2^128.
+    """
+    total = jnp.zeros((), jnp.int32)
+    for leaf in jax.tree.leaves(carry):
+        if leaf.dtype == jnp.float32 and leaf.ndim > 3:
+            bits = jax.lax.bitcast_convert_type(leaf, jnp.uint32)
+            there = (leaf != 0).sum(axis=-1) >= 8
+            narrow = there & (bits & jnp.uint32(0xFFFF) == 0).all(axis=-1)
+            axes = tuple(axis for axis in range(narrow.ndim) if axis != 1)
+            total = total + narrow.sum(axis=axes, dtype=jnp.int32)
+    return total
+
+
+def draw_strikes(
+    fault: Fault, policy: Policy, bench: Bench, seeds: int, seed: int, among: np.ndarray
+) -> Strike:
+    """A random place each in ``seeds`` of the sequences ``among`` [B], in a step in which the fault
+    shows.
 
     Sequences in which it never would are passed over; if there are too few others, fewer are
     struck.
     """
-    shows = fault.shows(policy, bench.course)
+    shows = fault.shows(policy, bench.course) & among
     random = np.random.default_rng([seed, zlib.crc32(fault.name.encode())])
     chance = np.where(shows, random.random(shows.shape), -1.0)
     able = shows.any(axis=0)

@@ -30,10 +30,10 @@ CONFIG = ModelConfig(
 
 
 def toy(seed: int = 0) -> Model:
-    """The model; weights scaled up so that logits of different tokens are far apart."""
+    """The model; weights scaled up so that a text is neither certain nor noise."""
     params = parameters.init(CONFIG, jax.random.key(seed))
     params["embed"] = 20.0 * params["embed"]
-    params["lm_head"] = 50.0 * params["lm_head"]
+    params["lm_head"] = 25.0 * params["lm_head"]
     # A final norm that is not all ones: a hidden row from before it points elsewhere.
     params["norm"] = 0.3 * jax.random.normal(jax.random.key(seed + 1), params["norm"].shape)
     return Model(params, CONFIG)

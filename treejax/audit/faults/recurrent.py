@@ -87,7 +87,7 @@ class SiblingPublished(Recurrent):
 
 
 class PreviousCount(Recurrent):
-    """As many nodes are committed as in the step before."""
+    """As many nodes are committed as in the step before: too few, or the window's next rows too."""
 
     def shows(self, policy: Policy, course: Course) -> np.ndarray:
         if policy.name in DEFERRED:  # rows beyond the count are never read
@@ -95,8 +95,12 @@ class PreviousCount(Recurrent):
         return (course.before != course.lengths) & (course.before > 0)
 
     def wrong(self, state: State, scratch: Scratch, choice: Choice, right: Any, hit: Hit) -> Any:
-        path = path_in(scratch, choice)
-        path = Path(nodes=jnp.maximum(path.nodes, 0), length=hit.before.length)
+        path, count = path_in(scratch, choice), scratch.conv[0].shape[1]
+        end = jnp.maximum(path.length - 1, 0)[:, None]
+        beyond = jnp.arange(path.nodes.shape[1], dtype=jnp.int32)[None, :] - end
+        last = jnp.maximum(jnp.take_along_axis(path.nodes, end, axis=1), 0)
+        nodes = jnp.where(path.nodes >= 0, path.nodes, jnp.minimum(last + beyond, count - 1))
+        path = Path(nodes=nodes, length=hit.before.length)
         return state.policy.commit(scratch.carry, scratch.recurrent, path)
 
 
