@@ -14,7 +14,7 @@ import numpy as np
 
 from treejax.audit.reference import NATIVE, engine_of, take_in
 from treejax.audit.step import Subject, cycle, never
-from treejax.audit.worlds import CLEAR, World
+from treejax.audit.worlds import CLEAR, World, scattered
 from treejax.drafters.mtp import MTP
 from treejax.model import Model
 from treejax.sampling import Sampling, sample
@@ -72,8 +72,7 @@ def _world(name: str, drafter: MTP, made: Any, seen: set[int]) -> World:
     rows = np.log(np.maximum(q[inner][:, ids], 1e-30))
     draft = _rounded(rows[[inner.index(v) if v in inner else v % len(inner) for v in
                            range(shape.capacity)]])  # fmt: skip
-    state, token = np.indices(target.shape)
-    after = (state * 3 + token + 1) % shape.capacity
+    after = scattered(*target.shape)
     place = {int(id_): at for at, id_ in enumerate(ids)}
     for row in range(1, shape.capacity):
         after[shape.parents[row], place[int(tree[row])]] = row
@@ -81,7 +80,7 @@ def _world(name: str, drafter: MTP, made: Any, seen: set[int]) -> World:
         name=name,
         target=target,
         draft=draft,
-        after=after.astype(np.int32),
+        after=after,
         sampling=SETTINGS,
         tree=shape,
         length=LENGTH,

@@ -36,7 +36,7 @@ from treejax.audit.sampler_settings import (
     silent,
 )
 from treejax.audit.streams import different_streams
-from treejax.audit.walks import Outcome, keys_of, take_walks, tests_of
+from treejax.audit.walks import Outcome, g_tests, keys_of, take_walks
 from treejax.audit.worlds import DESIGNED, World
 from treejax.model import Model
 from treejax.steps.rules.base import CoinRule, Rule
@@ -84,7 +84,12 @@ def run(
         advance("capturing steps", 0, 1)
         (prompt,) = prefixes(model, "held-out", 1, 64, settings.seed)
         worlds += capture(model, prompt, settings.steps, settings.seed)
-    samplers = [sampler for rule in rules for sampler in _samplers(rule, settings)]
+    if not worlds:
+        raise ValueError(
+            "no worlds and no captured steps leave nothing to walk through: name a world, or give "
+            "a model and steps"
+        )
+    samplers = [sampler for rule in rules for sampler in samplers_of(rule, settings)]
     jobs: list[tuple[str, Callable[[], Any]]] = []
     for place, sampler in enumerate(samplers):
         if enumerable(sampler.rule):
@@ -95,7 +100,7 @@ def run(
         if type(sampler.rule) is Match:
             jobs += [
                 ("comparing streams", lambda s=sampler, w=world: _compare(s, w, settings))
-                for world in worlds[: None if not settings.shrunk else 1]
+                for world in worlds
             ]
     done = carry_out(jobs, advance)
     walked = [one for made in done if isinstance(made, list) for one in made]
@@ -118,7 +123,7 @@ def run(
     )
 
 
-def _samplers(rule: Rule, settings: Settings) -> list[Sampler]:
+def samplers_of(rule: Rule, settings: Settings) -> list[Sampler]:
     """The rule with every kind of candidates that it serves, and its form for each."""
     kinds = [kind for kind in _KINDS if kind in rule.serves]
     if settings.shrunk or not rule.lossless:
@@ -157,7 +162,7 @@ def _walk(
     for seed in range(settings.seeds):
         keys = keys_of(settings.walks, *number, seed, *world.name.encode())
         tokens, accepted = take_walks(world, sampler, keys)
-        tests = tests_of(tokens, joint, world.vocabulary)
+        tests = g_tests(tokens, joint, world.vocabulary)
         distance = distance_of(tokens, joint, world.vocabulary)
         found.append(Walked(sampler, world, seed, accepted, tests, distance))
     return found

@@ -23,7 +23,7 @@ from treejax.audit.sampler_settings import (
     silent,
 )
 from treejax.audit.streams import different_streams
-from treejax.audit.walks import Outcome, keys_of, take_walks, tests_of
+from treejax.audit.walks import Outcome, g_tests, keys_of, take_walks
 from treejax.audit.worlds import DESIGNED, P, Q, World, made_up
 from treejax.model import Model
 from treejax.steps.rules.base import CoinRule
@@ -160,7 +160,7 @@ def _try(sampler: Sampler, world_name: str, settings: Settings, number: int) -> 
         keys = keys_of(seeds * settings.fault_walks, settings.seed, number)
         tokens, _ = take_walks(world, sampler, keys)
         parts = np.split(tokens, seeds)
-        outcomes = [tests_of(part, joint, world.vocabulary) for part in parts]
+        outcomes = [g_tests(part, joint, world.vocabulary) for part in parts]
     if type(sampler.rule) is Match:
         count = GROUP * seeds
         differs, _ = different_streams(
@@ -190,7 +190,7 @@ def _on_steps(fault: SamplerFault, steps: Iterable[World], settings: Settings) -
     outcomes, sampler = [], Sampler.with_fault(fault)
     for place, world in enumerate(steps):
         tokens, _ = take_walks(world, sampler, keys_of(settings.walks, settings.seed, place))
-        outcomes.append(tests_of(tokens, world.joint()[0], world.vocabulary))
+        outcomes.append(g_tests(tokens, world.joint()[0], world.vocabulary))
     return Found(outcomes)
 
 

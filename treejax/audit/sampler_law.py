@@ -44,7 +44,7 @@ def laws(
         margin = min(margin, float(near.min(initial=1.0)))
     p = np.where(keep, w, 0.0)
     p /= p.sum(axis=1, keepdims=True)
-    if s.top_p is not None:
+    if s.top_p is not None and s.top_p < 1:
         above = np.einsum("pj,pij->pi", p, x[:, None, :] > x[:, :, None])
         margin = min(margin, float(np.abs(above - s.top_p)[p > 0].min()))
         p = np.where(above < s.top_p, p, 0.0)

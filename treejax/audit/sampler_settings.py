@@ -69,7 +69,7 @@ class Settings:
     @property
     def shrunk(self) -> bool:
         """Whether one way to draft stands for all that a rule serves: where little is done."""
-        return len(self.worlds) == 1
+        return len(self.worlds) <= 1
 
 
 FULL = Settings()

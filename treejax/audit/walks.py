@@ -80,7 +80,8 @@ def propose(
         if proposals in DRAWN:
             columns, own = drawn(logits, plain, step, slots[depth], proposals == "iid")
         else:
-            g = target_noise({}, plain, step, depth, size) if proposals == "coupled" else None
+            at = step[0], step[1] + depth  # as for children of the root of a later step
+            g = target_noise({}, plain, at, 0, size) if proposals == "coupled" else None
             columns = ranked(logits, plain, g, width)
             own = jax.nn.softmax(jax.vmap(process)(logits, plain), axis=-1)
         reached = rows.after[states[:, here][:, :, None], columns]
@@ -238,7 +239,7 @@ def take_walks(world: World, sampler: Sampler, keys: Array) -> tuple[np.ndarray,
         tokens, kept = walk_batch(*settings, part, lengths, history)
         found.append(np.asarray(tokens)[: chunk - spare])
         accepted += int(kept)
-    taken = len(found) * chunk * world.steps
+    taken = max(1, len(found) * chunk * world.steps)
     return np.concatenate(found), accepted / taken
 
 
@@ -253,7 +254,7 @@ class Outcome:
     p: float
 
 
-def tests_of(tokens: np.ndarray, joint: np.ndarray, vocabulary: int) -> list[Outcome]:
+def g_tests(tokens: np.ndarray, joint: np.ndarray, vocabulary: int) -> list[Outcome]:
     """Every G-test of walks [W, L] against the law [V ** L] of their tokens.
 
     Conditional: the next token after each context that VISITS walks visit. Joint: each three
@@ -270,7 +271,7 @@ def tests_of(tokens: np.ndarray, joint: np.ndarray, vocabulary: int) -> list[Out
         for context in np.flatnonzero(counts.sum(axis=1) >= VISITS):
             total = law[context].sum()
             if total > 0:  # a context that cannot be is seen where its last token was drawn
-                name = np.base_repr(context, vocabulary).zfill(place) if place else "root"
+                name = np.base_repr(int(context), vocabulary).zfill(place) if place else "root"
                 found.append(
                     Outcome("conditional", name, *g_test(counts[context], law[context] / total))
                 )

@@ -74,10 +74,11 @@ class World:
         return joint, margin
 
 
-def _scattered(states: int, vocabulary: int) -> np.ndarray:
-    """Transitions that depend on state and token."""
-    state, token = np.indices((states, vocabulary))
-    return ((state * 5 + token * 3 + 1) % states).astype(np.int32)
+def scattered(states: int, vocabulary: int) -> np.ndarray:
+    """[S, V] transitions that depend on state and token."""
+    steps = [[(state * 5 + token * 3 + 1) % states for token in range(vocabulary)]
+             for state in range(states)]  # fmt: skip
+    return np.array(steps, np.int32)
 
 
 def _grid(rng: np.random.Generator, states: int, vocabulary: int, spread: float) -> np.ndarray:
@@ -105,7 +106,7 @@ def filters(seed: int = 5) -> World:
     target = _grid(rng, 11, 5, 1.2)
     draft = np.round((target + rng.standard_normal(target.shape)) * 2) / 2
     sampling = Sampling(temperature=0.6, top_k=3, top_p=0.93, min_p=0.04)
-    return World("filters", target, draft.astype(np.float32), _scattered(11, 5), sampling, DEEP, 6)
+    return World("filters", target, draft.astype(np.float32), scattered(11, 5), sampling, DEEP, 6)
 
 
 def penalties() -> World:
@@ -123,7 +124,7 @@ def penalties() -> World:
         min_tokens=4,
         end_tokens=(5,),
     )
-    return World("penalties", target, draft, _scattered(11, 6), sampling, DEEP, 5, prompt=(0, 2))
+    return World("penalties", target, draft, scattered(11, 6), sampling, DEEP, 5, prompt=(0, 2))
 
 
 def cold() -> World:
@@ -131,7 +132,7 @@ def cold() -> World:
     rng = np.random.default_rng(13)
     target = (rng.standard_normal((11, 5)) * 0.9).astype(np.float32)
     draft = (target + 0.6 * rng.standard_normal(target.shape)).astype(np.float32)
-    return World("cold", target, draft, _scattered(11, 5), Sampling(temperature=0.5), DEEP, 6)
+    return World("cold", target, draft, scattered(11, 5), Sampling(temperature=0.5), DEEP, 6)
 
 
 def made_up(count: int) -> list[World]:

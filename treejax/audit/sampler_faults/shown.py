@@ -29,7 +29,7 @@ def temperature_on_q_only(given: Given) -> Given:
 
 def temperature_on_p_only(given: Given) -> Given:
     """Candidates are drawn at the temperature, and q is reported at temperature 1."""
-    power = given.q ** given.sampling.temperature[:, None, None]
+    power = _q(given) ** given.sampling.temperature[:, None, None]
     return given.replace(q=power / power.sum(axis=-1, keepdims=True))
 
 
@@ -43,12 +43,21 @@ def soft_q(given: Given) -> Given:
     return given
 
 
+def _q(given: Given) -> Array:
+    assert given.q is not None
+    return given.q
+
+
+def _own_q(given: Given) -> Array:
+    """[B, N] probability with which each row's token was drawn."""
+    above, tokens = jnp.maximum(given.tree.parent, 0), jnp.maximum(given.tree.tokens, 0)
+    rows = jnp.take_along_axis(_q(given), above[:, :, None], axis=1)
+    return jnp.take_along_axis(rows, tokens[:, :, None], axis=2)[:, :, 0]
+
+
 def pruned_by_q(given: Given) -> Given:
     """A drawn candidate is dropped, with all below it, where its own q is low."""
-    tree, q = given.tree, given.q
-    above = jnp.maximum(tree.parent, 0)
-    rows = jnp.take_along_axis(q, above[:, :, None], axis=1)
-    own = jnp.take_along_axis(rows, jnp.maximum(tree.tokens, 0)[:, :, None], axis=2)[:, :, 0]
+    tree, own = given.tree, _own_q(given)
     likely = (own >= 0.25) | (tree.parent < 0)
     kept = (likely[:, None, :] | ~describe(tree).ancestors).all(axis=2)
     return _kept(given, kept)
@@ -56,10 +65,7 @@ def pruned_by_q(given: Given) -> Given:
 
 def better_sibling_kept(given: Given) -> Given:
     """Of the drawn children of a node only the one of highest q is kept."""
-    tree, q = given.tree, given.q
-    above = jnp.maximum(tree.parent, 0)
-    rows = jnp.take_along_axis(q, above[:, :, None], axis=1)
-    own = jnp.take_along_axis(rows, jnp.maximum(tree.tokens, 0)[:, :, None], axis=2)[:, :, 0]
+    tree, own = given.tree, _own_q(given)
     real = jnp.arange(tree.capacity)[None, :] < tree.size[:, None]
     siblings = (tree.parent[:, :, None] == tree.parent[:, None, :]) & real[:, None, :]
     earlier = jnp.arange(tree.capacity)[None, :] < jnp.arange(tree.capacity)[:, None]
@@ -78,7 +84,7 @@ def _kept(given: Given, mask: Array) -> Given:
     def moved(values: Array) -> Array:
         return jnp.take_along_axis(values, order[:, :, None], axis=1)
 
-    return given.replace(tree=tree, logits=moved(given.logits), q=moved(given.q))
+    return given.replace(tree=tree, logits=moved(given.logits), q=moved(_q(given)))
 
 
 def ties_cut(given: Given) -> Given:

@@ -1,0 +1,92 @@
+"""The sampler audit: right rules are green, a user's wrong one is red, a lossy one never passes."""
+
+import dataclasses
+import json
+
+import jax.numpy as jnp
+import pytest
+import tiny
+
+from treejax.audit import sampler
+from treejax.audit.sampler_settings import name_of
+from treejax.steps.rules import Match, Typical, WithoutReplacement
+
+SMALL = dataclasses.replace(sampler.Settings.quick(), walks=4000, seeds=2, trees=((3, 3),))
+
+
+class Redrawn(Match):
+    """A user's rule: ``match`` that takes the second best token where the best is not drafted."""
+
+    name = "redrawn"
+
+    def choose(self, tree, logits, sampling, key, position, history, q):
+        choice = super().choose(tree, logits, sampling, key, position, history, q)
+        other = (choice.pending + 1) % logits.shape[1]
+        return choice.replace(pending=jnp.where(choice.length == 1, other, choice.pending))
+
+
+def test_a_right_rule_is_green_by_all_three_proofs_and_the_report_is_json():
+    seen = []
+    report = sampler.run(None, [Match()], SMALL, lambda *args: seen.append(args))
+    assert report.green, report.red
+    names = {check.name for check in report.checks}
+    assert names == {
+        "total variation, enumerated",
+        "streams that differ from plain",
+        "conditional G-test",
+        "joint G-test",
+    }
+    tests = [check for check in report.checks if "G-test" in check.name]
+    assert {check.where["seed"] for check in tests} == {0, 1}
+    assert all(check.bound == pytest.approx(1e-3 / len(tests)) for check in tests)
+    assert json.loads(json.dumps(report.as_json()))["green"]
+    assert seen[0][1] == 0 and seen[-1][1] == seen[-1][2]
+    (row,) = report.tables[0][1]
+    assert row["verdict"] == "green" and row["accepted a step"] > 0.5
+
+
+def test_a_users_wrong_rule_is_red_by_its_walks():
+    report = sampler.run(None, [Redrawn()], SMALL)
+    assert not report.green
+    assert {check.name for check in report.red} >= {"conditional G-test", "joint G-test"}
+    assert all(check.subject == "redrawn/coupled" for check in report.checks)
+    (row,) = report.tables[0][1]
+    assert row["verdict"] == "red" and row["total variation"] > 0.2
+
+
+def test_a_lossy_rule_is_red_with_its_distance():
+    report = sampler.run(None, [Typical()], SMALL)
+    assert not report.green
+    (lossy,) = [check for check in report.red if "lossy" in check.name]
+    assert 0.3 < lossy.value < 1.0
+    (row,) = report.tables[0][1]
+    assert row["verdict"] == "lossy" and row["total variation"] > 0.3
+
+
+def test_steps_of_a_model_are_walked_through():
+    settings = dataclasses.replace(SMALL, worlds=(), steps=1, seeds=1)
+    report = sampler.run(tiny.model(), [Match()], settings)
+    assert report.facts["sampler"]["worlds"] == ["step 2"]
+    assert report.green, report.red
+    assert {check.where.get("world") for check in report.checks} == {None, "step 2"}
+
+
+def test_rules_that_serve_several_kinds_are_audited_for_each():
+    full = sampler.Settings()
+    names = [name_of(one) for one in sampler.samplers_of(WithoutReplacement(), full)]
+    assert names == ["without_replacement/without_replacement", "without_replacement/iid"]
+    assert len(sampler.samplers_of(Match(), full)) == 4
+    assert len(sampler.samplers_of(Match(), SMALL)) == 1
+
+
+def test_what_cannot_be_audited_is_refused_in_one_line():
+    with pytest.raises(ValueError, match="no rule was given"):
+        sampler.run(None, [], SMALL)
+    with pytest.raises(ValueError, match="worlds .* are unknown"):
+        sampler.Settings(worlds=("elsewhere",))
+    with pytest.raises(ValueError, match="walks is 0"):
+        sampler.Settings(walks=0)
+    with pytest.raises(ValueError, match="alpha 2"):
+        sampler.Settings(alpha=2)
+    with pytest.raises(ValueError, match="leave nothing to walk"):
+        sampler.run(None, [Match()], dataclasses.replace(SMALL, worlds=()))

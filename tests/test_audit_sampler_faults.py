@@ -1,0 +1,136 @@
+"""Planted faults of samplers: otherwise right, seen by the tests, and nothing else is seen.
+
+Each hook's right form is held against the shipped function that it stands in for, so that a fault
+is one thing gone wrong and no other. The power over many seeds is the audit's own full run.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from treejax.audit import sampler
+from treejax.audit.enumeration import EXACT, Toy, coin_distance
+from treejax.audit.sampler_detection import LUMOTREE, Found, detect
+from treejax.audit.sampler_faults import REGISTRY, coins, draws
+from treejax.audit.sampler_faults.base import Bent, Given, Sampler, shipped
+from treejax.audit.sampler_faults.laws import sequential_law
+from treejax.audit.walks import Outcome, keys_of, propose, rows_of, target_rows
+from treejax.audit.worlds import DESIGNED, P, Q
+from treejax.history import begin
+from treejax.sampling import per_sequence
+from treejax.steps.rules import Match, MultiStep, WithoutReplacement
+
+BATCH = 64
+
+
+@functools.cache
+def given_of(rule, proposals, name="penalties"):
+    """What 64 sequences' rules are given in the first step of a world."""
+    world = DESIGNED[name]()
+    size, keys = world.vocabulary, keys_of(BATCH, 3)
+    at = jnp.full(BATCH, len(world.prompt), jnp.int32)
+    sampling, keys, position = per_sequence(BATCH, world.sampling, keys, at, size)
+    prompt = jnp.broadcast_to(jnp.asarray(world.prompt, jnp.int32), (BATCH, len(world.prompt)))
+    history = begin(prompt, at, size) if sampling.needs_history else None
+    start = (jnp.full(BATCH, value, jnp.int32) for value in (world.start, world.root))
+    made = jax.jit(propose, static_argnames=("shape", "sampler"))(
+        rows_of(world), world.tree, Sampler(rule, proposals), *start, sampling, (keys, position)
+    )
+    logits = target_rows(rows_of(world), made[2])
+    return Given(made[0], made[1], logits, sampling, keys, position, history)
+
+
+def same(choice, other):
+    jax.tree.map(np.testing.assert_array_equal, choice, other)
+
+
+def test_every_fault_has_a_name_a_sentence_and_a_world():
+    assert len(REGISTRY) >= 30
+    for name, fault in REGISTRY.items():
+        hooks = (fault.law, fault.given, fault.choose, fault.deliver)
+        assert sum(hook is not None for hook in hooks) == 1, name
+        assert fault.says and "fault" not in fault.says.lower(), name
+        assert fault.world in DESIGNED and fault.rule.lossless, name
+    assert set(LUMOTREE) <= set(REGISTRY)
+
+
+def test_what_faults_are_built_from_is_right_without_them():
+    given = given_of(WithoutReplacement(), "without_replacement")
+    rule = WithoutReplacement()
+    right = jax.jit(lambda g: (shipped(rule, g), coins.with_chance(rule, g, coins.unchanged)))
+    same(*right(given))
+    given = given_of(Match(), "fixed")
+    same(*jax.jit(lambda g: (shipped(Match(), g), draws.right_places(Match(), g)))(given))
+
+
+@pytest.mark.parametrize("rule", [MultiStep(), WithoutReplacement()], ids=str)
+def test_the_sequential_law_that_normalises_is_the_rules_own(rule):
+    given = given_of(WithoutReplacement(), "without_replacement", "designed")
+    p = jax.nn.softmax(given.logits, axis=-1)
+    replaced = rule.takes == frozenset({"iid"})
+
+    @jax.jit
+    @jax.vmap
+    def both(tree, p, q):
+        mine = sequential_law(tree, p, q, replaced=replaced, renormalise=True)
+        return mine, rule.law(tree, p, q)
+
+    mine, own = both(given.tree, p, given.q)
+    np.testing.assert_allclose(mine.chance, own.chance, atol=1e-6)
+    np.testing.assert_allclose(mine.weights, own.weights, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "name, least",
+    [("residual_not_normalised", 0.119), ("q_not_updated", 0.4), ("p_without_q", 0.2)],
+)
+def test_the_designed_row_shows_faults_of_one_node(name, least):
+    """The distances that the search for this row promised."""
+    fault, rng = REGISTRY[name], np.random.default_rng(0)
+    law = Bent(fault.rule, fault.law).law
+    star = [-1, 0, 0, 0]
+    toy = Toy.constant(P, Q, 1)
+    assert coin_distance(law, fault.proposals, toy, star, rng) > least
+    assert coin_distance(fault.rule.law, fault.proposals, toy, star, rng) < EXACT
+
+
+SMALL = dataclasses.replace(
+    sampler.Settings.quick(), fault_seeds=3, fault_walks=4000, steps=2, walks=4000
+)
+
+
+def test_faults_are_caught_and_clean_samplers_are_not():
+    """Under one rule and one world, so that few programs are compiled."""
+    names = ["bonus_redrawn", "key_in_every_step", "neighbours_row_match"]
+    report = sampler.detect(names, SMALL)
+    assert report.green, report.red
+    faults, clean, beside = (rows for _, rows in report.tables)
+    assert [row["fault"] for row in faults] == names
+    assert all(row["power"] == row["equality"] == 1.0 for row in faults)
+    assert faults[0]["joint G"] == 1.0 and faults[2]["conditional G"] == 1.0
+    (row,) = clean
+    assert (row["false alarms"], row["streams that differ"], row["seeds"]) == (0, 0, 3)
+    (row,) = beside
+    assert row["fault"] == "neighbours_row_match" and row["seen"] == row["steps"] == 2
+    assert row["LumoTree, of 6"] == 6
+
+
+def test_cuts_that_go_wrong_show_in_what_is_handed():
+    report = detect(["stops_ignored", "one_token_too_many"], SMALL)
+    faults = report.tables[0][1]
+    assert [row["equality"] for row in faults] == [1.0, 1.0]
+    assert all(row["conditional G"] is None for row in faults)
+    assert report.green
+
+
+def test_a_fault_that_is_not_caught_is_red_and_so_is_a_false_alarm():
+    quiet = [[Outcome("joint", "all", 1.0, 3, 0.5)], [Outcome("joint", "all", 90.0, 3, 1e-15)]]
+    found = Found(quiet, streams=np.array([False, False]))
+    np.testing.assert_array_equal(found.caught(1e-6), [False, True])
+    np.testing.assert_array_equal(found.seen(1e-6, "conditional"), [False, False])
+    with pytest.raises(ValueError, match="fault 'nothing' is unknown"):
+        sampler.detect(["nothing"], SMALL)
