@@ -91,7 +91,7 @@ def test_all_audits_run_and_a_green_one_exits_with_0(command, calls, tmp_path):
     out = tmp_path / "a" / "out"
     status, shown, err = command("--quick", "--out", out)
     assert (status, err) == (0, "")
-    assert list(calls.given) == ["component", "continuation", "sampler"]
+    assert set(calls.given) == {"component", "continuation", "sampler"}
     assert shown.rstrip().splitlines()[-1].startswith("GREEN: all ")
     said = json.loads((out / "report.json").read_text())
     assert said["green"] and said["facts"]["made with"]["jax"] == jax.__version__
@@ -196,11 +196,14 @@ def test_faults_are_planted_where_they_must_be_caught(command, calls):
     assert calls.given["sampler_detection"][0] == ("same_coin",)
     calls.given.clear()
     _, shown, _ = command("sampler", "--quick", "--faults")
-    assert list(calls.given) == ["sampler", "sampler_detection"]
-    assert "planted faults" not in shown
+    assert set(calls.given) == {"sampler", "sampler_detection"}
+    assert "planted faults" not in shown and "drafter one row off" not in shown
+    calls.given.clear()
+    _, shown, _ = command("continuation", "--quick", "--faults")
+    assert "faults drafter one row off" in shown.partition("Not audited")[2]
     calls.given.clear()
     command("continuation", "--quick", "--fault", "stale root")
-    assert list(calls.given) == ["continuation", "detection"]
+    assert set(calls.given) == {"continuation", "detection"}
     status, _, err = command("continuation", "--quick", "--fault", "same_coin")
     assert status == 2 and "fault 'same_coin' cannot act in the audit continuation" in err
 
@@ -281,9 +284,11 @@ def test_an_edited_envelope_is_refused_before_anything_runs(command, calls, tmp_
     assert status == 2 and "was changed after it was calibrated" in err and not calls.given
 
 
-def test_an_interrupted_audit_keeps_what_it_had(command, calls, tmp_path):
+@pytest.mark.parametrize("profile", ["--quick", "--seed=0"])
+def test_an_interrupted_audit_keeps_what_it_had(command, calls, tmp_path, profile):
     calls.answers["continuation"] = KeyboardInterrupt()
-    status, shown, err = command("--quick", "--out", tmp_path)
+    who = "--policy", "wy", "--drafter", "mtp:chain3"
+    status, shown, err = command(*who, profile, "--out", tmp_path)
     assert status == 130 and err == "treejax.audit: interrupted\n"
     said = json.loads((tmp_path / "report.json").read_text())
     assert not said["green"]
@@ -295,7 +300,8 @@ def test_an_audit_that_is_out_of_time_is_red(command, calls, monkeypatch):
     now = iter(range(100))
     clock = SimpleNamespace(monotonic=lambda: float(next(now)))
     monkeypatch.setattr(work, "time", clock)  # read at the start and at each piece of progress
-    status, shown, err = command("--quick", "--time-limit", "3.5")
+    who = "--policy", "wy", "--drafter", "mtp:chain3"
+    status, shown, err = command(*who, "--time-limit", "3.5")
     assert status == 1 and err == "treejax.audit: out of time after 3.5 s\n"
     assert list(calls.given) == ["component", "continuation"]  # and its report is lost
     assert "continuation all of it: finished 0" in shown and "RED" in shown

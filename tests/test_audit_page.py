@@ -123,7 +123,7 @@ def test_a_figure_shows_the_worst_of_each_place():
 def test_figures_of_numbers_that_are_not_finite():
     bad = Check("continuation", "x", "R", {"cycle": 1, "layer": 0}, float("nan"), 1.0)
     text = page(Report((bad,)))
-    assert outline(text).counts["svg"] == 2 and "not finite" in text
+    assert outline(text).counts["svg"] == 2 and "R, beyond its bound" in text
     assert "nan" not in drawing.figures(Report((bad,)))[0].svg
 
 

@@ -146,4 +146,4 @@ def test_a_wide_table_of_few_rows_is_turned():
 
 def test_shares_of_a_bound():
     shares = [share(part) for part in (0.0, 0.001, 0.5, 1.0, 9.0, 200.0, math.inf)]
-    assert shares == ["0 %", "< 1 %", "50 %", "100 %", "900 %", "200 x", "not finite"]
+    assert shares == ["0 %", "< 1 %", "50 %", "100 %", "900 %", "200 x", "beyond"]

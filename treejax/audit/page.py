@@ -94,7 +94,8 @@ def _first_screen(report: Report) -> Iterable[str]:
         worst = max(mine, key=lambda line: (line.failed > 0, texts.used(line.worst)))
         said = f"{failed:,} of {count:,} failed" if failed else f"{count:,} passed"
         part = texts.used(worst.worst)
-        number = f"{worst.name}, {texts.share(part)}" + (" of its bound" if part < math.inf else "")
+        of = " of" if part < math.inf else ""
+        number = f"{worst.name}, {texts.share(part)}{of} its bound"
         yield f'<div class="card {_tone(not failed)}"><small>{_text(audit)}</small><b>{said}</b>'
         yield f"<small>worst: {_text(number)}, {_text(worst.worst.subject)}</small></div>"
     yield "</div>"

@@ -153,7 +153,7 @@ def show(value: Any) -> str:
 def share(part: float) -> str:
     """A part of a bound."""
     if not math.isfinite(part):
-        return "not finite"
+        return "beyond"
     if 0 < part < 0.01:
         return "< 1 %"
     return f"{100 * part:.0f} %" if part < 10 else f"{part:.3g} x"

@@ -1,8 +1,10 @@
 """Audits that run part by part, so that a run that ends early keeps what it had."""
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from treejax.audit import component, continuation, detection, sampler, sampler_detection
@@ -24,6 +26,7 @@ _SETTINGS: dict[str, Any] = {
     "sampler faults": sampler.Settings,
 }
 _FAULTS = {"continuation": "engine faults", "sampler": "sampler faults"}
+_TOGETHER = 2  # parts of the quick profile: one compiles while another is traced
 _SEEDS = {"sampler faults": "fault_seeds"}  # what "seeds" is called there
 
 
@@ -74,22 +77,29 @@ class Work:
         return cls(asked, make_plan(asked, model), model, settings, envelope)
 
     def parts(self, advance: Advance, time_limit: float | None = None) -> Iterator[Report]:
-        """The report of one part after the other.
+        """The report of one part after the other; of the quick profile two run side by side.
 
         Ctrl-C or the end of the time limit (seconds) ends it early: the part that was running is
         lost, ``ended`` says why, and the report of the whole is red.
         """
-        started = time.monotonic()
+        started, shares = time.monotonic(), dict.fromkeys(self.settings, 0.0)
 
-        def tell(description: str, done: int, total: int) -> None:
-            if time_limit is not None and time.monotonic() - started >= time_limit:
+        def tell(part: str, description: str, done: int, total: int) -> None:
+            if self.ended is not None or (
+                time_limit is not None and time.monotonic() - started >= time_limit
+            ):
                 raise OutOfTime
-            advance(description, done, total)
+            shares[part] = done / max(total, 1)
+            advance(f"{part}: {description}", round(100 * sum(shares.values())), 100 * len(shares))
 
+        pool = ThreadPoolExecutor(_TOGETHER)
+        jobs: dict[str, Callable[[], Report]] = {}
+        for name in self.settings:
+            job = functools.partial(self._run, name, functools.partial(tell, name))
+            jobs[name] = pool.submit(job).result if self.asked.quick else job
         try:
-            for name in self.settings:
-                tell(name, 0, 1)
-                self.done[name] = self._run(name, tell)
+            for name, job in jobs.items():
+                self.done[name] = job()
                 yield self.done[name]
         except OutOfTime:
             self.ended = f"out of time after {time_limit:g} s"
@@ -98,8 +108,11 @@ class Work:
         except Exception as error:
             self.ended = f"failed: {error}"
             raise
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _run(self, name: str, advance: Advance) -> Report:
+        advance("begins", 0, 1)
         plan, settings, model = self.plan, self.settings[name], self.model
         if name == "component":
             return component.run(plan.policies, settings, advance)
@@ -120,13 +133,22 @@ class Work:
         """Faults that were named; None leaves it to the settings."""
         return self.asked.planted(audit) if self.asked.faults else None
 
+    def _not_planted(self) -> Iterator[str]:
+        """Faults that the settings leave out where none was named."""
+        settings = self.settings.get(_FAULTS["continuation"])
+        if settings is not None and settings.faults is not None and not self.asked.faults:
+            left = [n for n in self.asked.planted("continuation") if n not in settings.faults]
+            if left:
+                yield f"faults {', '.join(left)}"
+
     def report(self) -> Report:
         """All that is there, with who was audited and what was not.
 
         A part that did not end, or that checked nothing, is a failed check.
         """
         left = [name for name in self.settings if name not in self.done]
-        missing = [f"{name}: {self.ended}" for name in left] + list(self.plan.missing)
+        missing = [f"{name}: {self.ended}" for name in left]
+        missing += [*self.plan.missing, *self._not_planted()]
         lost = [_at_least_one(name, "finished", str(self.ended)) for name in left]
         lost += [
             _at_least_one(name, "checks", "nothing was checked")
