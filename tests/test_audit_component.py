@@ -95,16 +95,6 @@ def test_every_policy_is_green():
     assert {check.where.get("layer") for check in report.checks} == {None, 0, 1}
 
 
-@pytest.mark.parametrize("name", ["replay", "fused"])
-def test_kernels_are_audited_on_a_cpu(name):
-    """The interpreted kernels against decoding by the kernels themselves."""
-    shape = dataclasses.replace(TINY, batch=2)
-    settings = dataclasses.replace(SETTINGS, shape=shape, controls=shape, strikes=2)
-    report = component.run([REGISTRY[name](implementation="interpret")], settings)
-    assert report.green, report.red
-    assert report.checks[0].subject == f"{name}@implementation=interpret"
-
-
 def test_random_shapes_are_audited():
     """More rows, more value than key heads, and one sequence that is away in one step."""
     shape = Shape(2, 1, key_heads=2, value_heads=4, key_dim=8, value_dim=16, rows=40, depth=33)
