@@ -30,8 +30,13 @@ from treejax.steps.rules.base import CoinRule
 from treejax.steps.rules.match import Match
 
 POWER = 0.99
-GROUP = 8
+GROUP = 16
 """Sequences that make one seed of streams."""
+_FIXTURES = (
+    (Toy.constant(P, Q, 1), [-1, 0, 0, 0]),
+    (Toy.random(np.random.default_rng(0), 5, 2), [-1, 0, 0, 1]),
+)
+"""Small trees on which a fault in a law is enumerated: of one node, and of a path."""
 LUMOTREE = {
     "temperature_twice": 5,
     "neighbours_row_match": 6,
@@ -169,12 +174,11 @@ def _try(sampler: Sampler, world_name: str, settings: Settings, number: int) -> 
         streams = differs.reshape(seeds, GROUP).any(axis=1)
     if fault is not None and fault.law is not None:
         assert isinstance(sampler.rule, CoinRule)
-        law, rng = Bent(sampler.rule, fault.law).law, np.random.default_rng(settings.seed)
-        toy = Toy.constant(P, Q, 1) if fault.world == "designed" else Toy.random(rng, 5, 1)
-        star = [-1, 0, 0, 0]
-        if "path" in fault.law.__name__ or "parent" in fault.law.__name__:
-            toy, star = Toy.random(rng, 3, 2), [-1, 0, 0, 1]
-        exact = coin_distance(law, sampler.proposals, toy, star, rng)
+        law = Bent(sampler.rule, fault.law).law
+        exact = max(
+            coin_distance(law, sampler.proposals, toy, parents, np.random.default_rng(0), 4)
+            for toy, parents in _FIXTURES
+        )
     return Found(outcomes, streams, exact)
 
 

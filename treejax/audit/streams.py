@@ -35,7 +35,7 @@ def different_streams(
     keys, sampling = keys_of(sequences, *seed), world.sampling.prepared(size)
     plain = _plain(world, sampler, sampling, keys, tokens + DEPTH + 2)
     stops: set[int] = set(world.sampling.end_tokens or ())
-    budgets = rng.integers(tokens // 2, tokens + 1, sequences)
+    budgets = rng.integers(1, tokens + 1, sequences)
     requests = [Request(list(world.prompt), int(n), stops, TextStream(None)) for n in budgets]
     states = np.full(sequences, world.start)
     pending = np.full(sequences, world.root, np.int32)

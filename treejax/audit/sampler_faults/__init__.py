@@ -47,7 +47,7 @@ REGISTRY: dict[str, SamplerFault] = {
     "least_tokens_ignored": SamplerFault(*_MATCH, "penalties", given=shown.least_tokens_ignored),
     "padding_matched": SamplerFault(*_MATCH, "designed", given=shown.padding_matched),
     "stops_ignored": SamplerFault(*_MATCH, "penalties", deliver=handed.stops_ignored),
-    "one_token_too_many": SamplerFault(*_MATCH, "penalties", **handed.ONE_TOO_MANY),
+    "one_token_too_many": SamplerFault(*_MATCH, "cold", **handed.ONE_TOO_MANY),
 }
 
 __all__ = ["REGISTRY", "Given", "Sampler", "SamplerFault", "shipped"]
