@@ -101,7 +101,7 @@ def errors(made: np.ndarray, truth: np.ndarray, axes: int) -> Errors:
     def rms(x: np.ndarray) -> np.ndarray:
         return np.sqrt(np.mean(np.square(x), over))
 
-    found = Errors(*np.zeros((4, *made.shape[:-axes])))
+    found = Errors(*(np.zeros(made.shape[:-axes]) for _ in range(4)))
     for at, (one, exact_one) in enumerate(zip(made, truth, strict=True)):
         with np.errstate(invalid="ignore"):  # what is infinite here is red below
             off = np.abs(one.astype(np.float64) - exact_one)
