@@ -22,23 +22,34 @@ PROMPT = [5, 9, 2, 9, 2, 11]
 SIZES = (MTP("chain1"), MTPTree("best4x3", beam=2, branch=3))
 
 
-class Script(Ledger):
-    """A ledger whose trials never end, in an order of its own: what a loop may be told to run."""
+class Order:
+    """A pace that runs forms in an order of its own."""
 
-    def __init__(self, depths, order):
-        super().__init__(depths)
-        self.order, self.at = order, 0
+    def __init__(self, ledger, order):
+        self.ledger, self.order, self.at = ledger, order, 0
 
-    def untried(self):
+    def choose(self):
         self.at += 1
         return self.order[self.at % len(self.order)]
+
+    def record(self, form, seconds, accepted):
+        self.ledger.record(form, seconds)
+
+
+@dataclasses.dataclass(frozen=True)
+class Script(Budget):
+    """A budget whose loop is told what to run."""
+
+    order: tuple[int, ...] = ()
+
+    def pace(self, sampling):
+        return Order(self.ledger, self.order)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.9, top_k=8)])
 def test_any_order_of_forms_gives_plains_text(sampling):
     """Rests of every length up to more than the head can hold back, between drafts."""
-    order = [0, 2, 0, 0, 1, *[0] * 9, 2, 2, 1, 0, 1]
-    drafter = Budget(SIZES, ledger=Script((0, 1, 3), order))
+    drafter = Script(SIZES, order=(0, 2, 0, 0, 1, *[0] * 9, 2, 2, 1, 0, 1))
     settings = {"max_tokens": 60, "policy": "wy", "sampling": sampling}
     drafted = complete(tiny.model(), [PROMPT, PROMPT[:4]], drafter=drafter, **settings)
     plain = complete(tiny.model(), [PROMPT, PROMPT[:4]], drafter=None, **settings)
@@ -50,8 +61,20 @@ def test_any_order_of_forms_gives_plains_text(sampling):
 def test_the_ledger_outlives_a_call():
     drafter = Budget(SIZES)
     complete(tiny.model(), PROMPT, max_tokens=20, drafter=drafter, policy="wy")
-    assert drafter.ledger.untried() is None
+    before = drafter.ledger.steps(0)
+    assert drafter.ledger.tried(0)
+    complete(tiny.model(), PROMPT, max_tokens=20, drafter=drafter, policy="wy")
+    assert drafter.ledger.steps(0) >= before and len(drafter.ledger.table()) > 1
     assert dataclasses.replace(drafter, patience=3).ledger is drafter.ledger
+
+
+def test_figures_of_another_batch_are_refused():
+    drafter = Budget(SIZES)
+    drafter.init(tiny.model(), 2, 40)  # nothing was measured yet
+    complete(tiny.model(), PROMPT, max_tokens=20, drafter=drafter, policy="wy")
+    with pytest.raises(ValueError, match="another model, device or size of batch"):
+        drafter.init(tiny.model(), 2, 40)
+    assert drafter.init(tiny.model(), 1, 40) is not None
 
 
 def follow(draft, memory, plan, hidden, tokens):
@@ -128,6 +151,7 @@ def test_a_row_that_takes_no_part_keeps_its_memory():
         (lambda: Budget((MTP("chain5"), MTP("chain2"))), "expected growing ones"),
         (lambda: Budget((MTP("chain2"), MTP("chain5", draws="coupled"))), "differ in proposals"),
         (lambda: Budget(SIZES, ledger=Ledger((0, 2))), r"a ledger of depths \(0, 2\)"),
+        (lambda: Budget(SIZES, ledger=Ledger((0, 1, 3))), r"and rows \(1, 2, 4\), expected"),
     ],
 )
 def test_budgets_that_cannot_be(make, message):
@@ -164,7 +188,7 @@ def test_a_full_memory_makes_room_for_all_and_a_finished_sequence_asks_for_no_mo
 
 def test_drawn_sizes_serve_coin_rules_and_every_size_must_suit_the_rule():
     sizes = (MTP("2", draws="iid"), MTP("2,2", draws="iid"))
-    drafter = Budget(sizes, ledger=Script((0, 1, 2), [0, 1, 2, 0, 2]))
+    drafter = Script(sizes, order=(0, 1, 2, 0, 2))
     made = complete(
         *(tiny.model(), PROMPT),
         **{"max_tokens": 30, "policy": "wy", "rule": "multi_step", "drafter": drafter},

@@ -32,13 +32,14 @@ class Budget:
 
     Attributes:
       sizes: drafters of growing capacity that keep the same memory: the head's, say.
-      patience: steps without a draft, at most, after which one is made all the same.
-      ledger: figures that outlive a call; by default an object's calls share its own, so that an
-        object serves one model, policy, device and size of batch.
+      patience: seconds served for each that may be lost to trying sizes that do not look best.
+      ledger: figures that outlive a call; by default an object's calls share its own. They are
+        those of one model, device and size of batch, which ``init`` checks, and of one policy,
+        which no drafter sees: make an object for each policy.
     """
 
     sizes: tuple[Any, ...] = SIZES
-    patience: int = 128
+    patience: int = 100
     # None until __post_init__, which knows the depths that a ledger is made for.
     ledger: Ledger = dataclasses.field(default=None, compare=False)  # type: ignore[assignment]
 
@@ -61,16 +62,21 @@ class Budget:
                     "differ in their trees"
                 )
         if self.ledger is None:
-            object.__setattr__(self, "ledger", Ledger(self._depths))
-        if self.ledger.depths != self._depths:
+            object.__setattr__(self, "ledger", Ledger(self._depths, self._rows))
+        if self.ledger.depths != self._depths or self.ledger.rows != self._rows:
             raise ValueError(
-                f"drafter 'budget' has a ledger of depths {self.ledger.depths}, expected "
-                f"{self._depths}: 0 for plain decoding, then those of the sizes"
+                f"drafter 'budget' has a ledger of depths {self.ledger.depths} and rows "
+                f"{self.ledger.rows}, expected {self._depths} and {self._rows}: those of plain "
+                "decoding, then those of the sizes"
             )
 
     @property
     def _depths(self) -> tuple[int, ...]:
         return (0, *(size.max_depth for size in self.sizes))
+
+    @property
+    def _rows(self) -> tuple[int, ...]:
+        return (1, *(size.capacity for size in self.sizes))
 
     @property
     def _deepest(self) -> Drafter:
@@ -106,8 +112,10 @@ class Budget:
         """Memory of the deepest size, which has room for the others.
 
         Raises:
-          ValueError: a size cannot serve the model, or keeps another memory.
+          ValueError: a size cannot serve the model, or keeps another memory; the ledger holds
+            figures of another model, device or size of batch.
         """
+        self.ledger.serve((model.config, str(model.dtype), _device(model), batch))
         made = self._deepest.init(model, batch, max_length)
         for size in self.sizes:
             other = jax.eval_shape(lambda size=size: size.init(model, batch, max_length))
@@ -137,6 +145,12 @@ class Budget:
 
     def learn(self, tokens: Any) -> None:
         self._deepest.learn(tokens)
+
+
+def _device(model: Any) -> str:
+    """Kind and number of the devices that hold the model's weights."""
+    devices = jax.tree.leaves(model.params)[0].devices()
+    return f"{len(devices)} x {next(iter(devices)).device_kind}"
 
 
 def _keeps(size: Drafter, draft: Draft, batch: int) -> bool:

@@ -5,114 +5,129 @@ its owner likes; a ``Pace`` serves one run of the loop with it. Both live on the
 before each step which of its compiled programs to run, and says afterwards how it went.
 """
 
-import dataclasses
+import math
+import operator
 import statistics
 from collections import deque
 from collections.abc import Hashable
 
+from treejax.drafters.strength import BONUS_DOUBT, LEVEL, Text, curve
+
 RECENT = 33
 """Steps whose times are kept, by form; their median is the cost."""
 
-_LONG, _SHORT = 0.995, 0.98  # decay a draft, of a form's figures in general and of the text at hand
-_FADE = 0.98  # decay a step without a draft: what was seen of the text grows old
-_ASSUMED = 8.0  # candidates that a form is given credit for, so that a bad start does not end it
-_PRIOR = 20.0  # how many steps of its own outweigh what other forms say of a form
-_NEW = 2.0  # tests of a candidate that outweigh what other texts of the kind were like
-_CHANCE = 0.6  # of a candidate to be right in a text of which nothing is known
-_FIRST_REST = 16  # steps without a draft before the first look whether the text has changed
-_LEARN = 0.3  # how far a draft moves the chance that the next text begins with
-_MOST_KINDS = 64  # kinds of texts whose chance is kept
-
-
-@dataclasses.dataclass
-class _Sums:
-    """Decayed sums: what was accepted, and by what it is to be divided."""
-
-    accepted: float = 0.0
-    by: float = 0.0
-
-    def add(self, accepted: float, by: float, decay: float) -> None:
-        self.accepted = self.accepted * decay + accepted
-        self.by = self.by * decay + by
+_TRIALS = 2  # steps of a form before its median time is believed: a first run is slow
+_BREADTH = 0.6  # power of the candidates a level by which a tree is thought better than a chain
+_CREDIT = 2.0  # plain steps' time that a run may risk at once
+_JITTER = 0.1  # of a step's time
+_LEARN = 0.03  # how far a draft moves the level that the next text of its kind begins with
+_MOST_KINDS = 64  # kinds of texts whose level is kept
 
 
 class _Form:
-    """A form's recent seconds with their median, and accepted by predicted candidates."""
+    """A form's recent seconds with their median, and its bonus with the doubt about it."""
 
-    def __init__(self) -> None:
+    def __init__(self, breadth: float) -> None:
         self.seconds: deque[float] = deque(maxlen=RECENT)
         self.cost = float("nan")
-        self.sums = _Sums()
-
-
-def geometric(chance: float, depth: int) -> float:
-    """Accepted candidates of a chain each of which is right with ``chance`` if the last one was."""
-    return sum(chance**d for d in range(1, depth + 1))
+        self.bonus, self.doubt = _BREADTH * math.log(breadth), BONUS_DOUBT
 
 
 class Ledger:
-    """Costs and gains of forms, measured while serving; the first proposes nothing.
+    """Costs and bonuses of forms, measured while serving; the first proposes nothing.
 
     A ledger that is kept from call to call spares later ones the trials that the first one makes.
     Seconds are those of whole steps: it serves one model, device, policy and batch.
 
     Args:
       depths: of each form's trees, 0 first.
-      trials: steps that every form gets before figures are trusted.
+      rows: of each form's trees with their root, growing; None for chains. They tell how wide a
+        tree is, and what a form costs of which no step was made.
     """
 
-    def __init__(self, depths: tuple[int, ...], trials: int = 3):
-        if len(depths) < 2 or depths[0] != 0 or min(depths[1:]) < 1 or trials < 1:
+    def __init__(self, depths: tuple[int, ...], rows: tuple[int, ...] | None = None):
+        rows = tuple(depth + 1 for depth in depths) if rows is None else rows
+        if len(depths) < 2 or depths[0] != 0 or min(depths[1:]) < 1:
+            raise ValueError(f"a ledger of depths {depths}, expected 0, then depths of 1 or more")
+        if len(rows) != len(depths) or any(map(operator.le, rows, depths)):
             raise ValueError(
-                f"a ledger of depths {depths} and {trials} trials, expected 0, then depths of 1 "
-                "or more, and 1 trial or more"
+                f"a ledger of depths {depths} and rows {rows}, expected more rows than levels"
             )
-        self.depths, self.trials = depths, trials
-        self._chances: dict[Hashable, float] = {}
-        self._forms = [_Form() for _ in depths]
+        self.depths, self.rows = depths, rows
+        wide = [(r - 1) / max(d, 1) for r, d in zip(rows, depths, strict=True)]
+        self._forms = [_Form(max(1.0, breadth)) for breadth in wide]
+        self._levels: dict[Hashable, float] = {}
+        self._serves: Hashable = None
 
     def __len__(self) -> int:
         return len(self._forms)
 
-    def record(self, form: int, seconds: float, accepted: float, chance: float = _CHANCE) -> None:
-        """One step: its time, and accepted candidates a sequence that took part, on a text in which
-        a candidate is right with ``chance``."""
+    def serve(self, what: Hashable) -> None:
+        """Say what the next steps are steps of: model, device, size of batch.
+
+        Raises:
+          ValueError: the figures kept are of something else.
+        """
+        if any(form.seconds for form in self._forms) and what != self._serves:
+            raise ValueError(
+                "drafter 'budget' has figures of another model, device or size of batch, expected "
+                "the same as before: make one object for each"
+            )
+        self._serves = what
+
+    def record(self, form: int, seconds: float) -> None:
+        """The time of one step."""
         mine = self._forms[form]
         mine.seconds.append(seconds)
-        mine.cost = statistics.median(mine.seconds)
-        mine.sums.add(accepted, geometric(chance, self.depths[form]), _LONG)
+        mine.cost = statistics.median_low(mine.seconds)
 
-    def untried(self) -> int | None:
-        """The form with fewest steps if it lacks trials, the smallest first; or None."""
-        counts = [len(form.seconds) for form in self._forms]
-        least = min(counts)
-        return counts.index(least) if least < self.trials else None
+    def steps(self, form: int) -> int:
+        """How many recent steps the form's cost is known from."""
+        return len(self._forms[form].seconds)
+
+    def tried(self, form: int) -> bool:
+        return self.steps(form) >= _TRIALS
 
     def seconds(self, form: int) -> float:
-        """Of a step: the median of recent ones."""
-        return self._forms[form].cost
+        """Of a step: the median of recent ones; of a form that lacks trials what the two before it
+        say by their rows, or the one time that was seen if that is less."""
+        if form == 0 or self.tried(form):
+            return self._forms[form].cost
+        before = [mine.cost for mine in self._forms[max(0, form - 2) : form] if mine.seconds]
+        if not before:
+            return float("nan")
+        guess = before[-1]
+        if len(before) > 1:
+            rows = self.rows[form - 2 : form + 1]
+            rise = max(0.0, before[1] - before[0]) / max(rows[1] - rows[0], 1)
+            guess += rise * (rows[2] - rows[1])
+        return min([guess, *self._forms[form].seconds])
 
-    def gain(self, form: int, chance: float = _CHANCE) -> float:
-        """Accepted candidates a step on a text of that chance: those of a chain of the form's
-        depth, times what the form gave by what such chains were to give. A tree gives more."""
-        sums, depth = self._forms[form].sums, self.depths[form]
-        better = (sums.accepted + _ASSUMED) / (sums.by + _ASSUMED)
-        return min(better * geometric(chance, depth), float(depth))
+    def bonus(self, form: int) -> tuple[float, float]:
+        """By which its strength exceeds a text's level, and the variance of what is known."""
+        return self._forms[form].bonus, self._forms[form].doubt
 
-    def chance(self, kind: Hashable) -> float:
-        """That a candidate is right in recent texts of this kind."""
-        return self._chances.get(kind, _CHANCE)
+    def learn_bonus(self, form: int, bonus: float, doubt: float) -> None:
+        self._forms[form].bonus, self._forms[form].doubt = bonus, doubt
 
-    def learn_chance(self, kind: Hashable, chance: float) -> None:
-        known = self._chances.pop(kind, _CHANCE)
-        self._chances[kind] = known + _LEARN * (chance - known)
-        if len(self._chances) > _MOST_KINDS:
-            del self._chances[next(iter(self._chances))]  # not seen for longest
+    def level(self, kind: Hashable) -> float:
+        """Of recent texts of this kind."""
+        return self._levels.get(kind, LEVEL)
+
+    def learn_level(self, kind: Hashable, level: float) -> None:
+        known = self._levels.pop(kind, LEVEL)
+        self._levels[kind] = known + _LEARN * (level - known)
+        if len(self._levels) > _MOST_KINDS:
+            del self._levels[next(iter(self._levels))]  # not seen for longest
 
     def table(self) -> list[dict[str, float]]:
         """Seconds a step, and accepted candidates a step on a usual text, by form that was run."""
         return [
-            {"form": form, "seconds": self.seconds(form), "accepted": self.gain(form)}
+            {
+                "form": form,
+                "seconds": mine.cost,
+                "accepted": curve(LEVEL + mine.bonus, self.depths[form]).mean,
+            }
             for form, mine in enumerate(self._forms)
             if mine.seconds
         ]
@@ -121,63 +136,80 @@ class Ledger:
 class Pace:
     """Chooses the form of each step of one run.
 
-    Every candidate on an accepted path is a test of the text: the share that passes is the chance
-    that the next one will, and what a form of some depth then gains is nearly geometric in it. This
-    is corrected by what the form gives in general and by its own recent steps. The form with most
-    tokens a second is taken: none at all where drafting does not pay (reference, part B: maximise
-    E(N) / t(N)). Because the text may change, the cheapest draft is made all the same after 16
-    steps without one, then after 32, 64 and so on up to ``patience``, until drafting pays again.
+    The form from which most tokens a second are expected is taken: none at all where drafting does
+    not pay (reference, part B: maximise E(N) / t(N)). Another one that would be better if its
+    strength were a standard deviation higher is tried when what that is expected to lose is no
+    more than its part of an allowance: the time of two plain steps, and of every second served one
+    ``patience``-th, evenly among such forms. So trials cost little where they are dear and come
+    often where they are cheap, and a text that changes is noticed while nothing is drafted.
 
     Args:
+      patience: seconds served for each that trials may lose.
       kind: of the text, such as the settings that it is drawn with: texts of a kind are alike.
     """
 
     def __init__(self, ledger: Ledger, patience: int, kind: Hashable = None):
         self._ledger, self._patience, self._kind = ledger, patience, kind
-        self._tests = _Sums(_NEW * ledger.chance(kind), _NEW)  # a new text is like recent ones
-        self._own = [_Sums() for _ in range(len(ledger))]
-        self._rested, self._rest = 0, min(_FIRST_REST, patience)
-
-    @property
-    def chance(self) -> float:
-        """That a candidate is right in this text."""
-        return self._tests.accepted / self._tests.by
+        self._text = Text(
+            ledger.depths,
+            ledger.level(kind),
+            [ledger.bonus(form) for form in range(len(ledger))],
+        )
+        self._earned, self._started = 0.0, False
+        self._allowed = [0.0] * len(ledger)
 
     def choose(self) -> int:
         """The form to run next."""
-        untried = self._ledger.untried()
-        if untried is not None:
-            return untried
-        best = self._best(range(len(self._ledger)))
-        if best:
-            self._rest = min(_FIRST_REST, self._patience)
-        elif self._rested >= self._rest:
-            self._rest = min(2 * self._rest, self._patience)
-            return min(range(1, len(self._ledger)), key=self._ledger.seconds)
+        ledger = self._ledger
+        if not ledger.tried(0):
+            return 0
+        if not self._started:
+            self._started, self._earned = True, _CREDIT * ledger.seconds(0)
+        rates, hopes = [1 / ledger.seconds(0)], [0.0]
+        least = ledger.seconds(0)  # that a form costs which has no trials: larger trees cost more
+        for form in range(1, len(ledger)):
+            seconds, tried = ledger.seconds(form), ledger.tried(form)
+            cheapest = seconds / (1 + _JITTER / math.sqrt(ledger.steps(form))) if tried else least
+            rates.append(self.expected(form) / seconds if ledger.steps(form) else 0.0)
+            hopes.append(self.expected(form, 1.0) / cheapest)
+            least = max(least, seconds)
+            if not ledger.steps(form):
+                break  # forms are first tried in order, so that there is something to guess from
+        # A form without its trials is run as a trial only.
+        best = max((f for f in range(len(rates)) if ledger.tried(f)), key=rates.__getitem__)
+        return self._trial(best, rates[best], hopes)
+
+    def _trial(self, best: int, rate: float, hopes: list[float]) -> int:
+        """A form that may be better and may be tried now, the most hopeful first; else the best."""
+        hopeful = [form for form, hope in enumerate(hopes) if form != best and hope > rate]
+        for form in hopeful:
+            self._allowed[form] += self._earned / len(hopeful)
+        if hopeful:
+            self._earned = 0.0
+        for form in sorted(hopeful, key=hopes.__getitem__, reverse=True):
+            lost = max(0.0, self._ledger.seconds(form) - self.expected(form) / rate)
+            if lost <= self._allowed[form]:
+                self._allowed[form] -= lost
+                return form
         return best
 
     def record(self, form: int, seconds: float, accepted: float) -> None:
         """How a step went: seconds, and accepted candidates a sequence that took part."""
-        if form:
-            failed = accepted < self._ledger.depths[form]
-            self._tests.add(accepted, accepted + failed, _SHORT)
-            self._own[form].add(accepted, 1.0, _SHORT)
-            self._ledger.learn_chance(self._kind, self.chance)
-        else:
-            for sums in (self._tests, *self._own):
-                sums.add(0.0, 0.0, _FADE)
-        self._ledger.record(form, seconds, accepted, self.chance)
-        self._rested = 0 if form else self._rested + 1
+        self._ledger.record(form, seconds)
+        self._earned += seconds / self._patience
+        if not form:
+            self._text.rest()
+            return
+        self._text.see(form, accepted)
+        self._ledger.learn_level(self._kind, self._text.level)
+        self._ledger.learn_bonus(form, *self._text.general(form))
 
-    def expected(self, form: int) -> float:
-        """Tokens that a step of the form is expected to emit a sequence, on the text at hand."""
+    def expected(self, form: int, deviations: float = 0.0) -> float:
+        """Tokens that a step of the form is expected to emit a sequence, on the text at hand, or
+        would if its strength were by so many standard deviations higher."""
         if not form:
             return 1.0
-        general, own = self._ledger.gain(form, self.chance), self._own[form]
-        return 1.0 + (_PRIOR * general + own.accepted) / (_PRIOR + own.by)
-
-    def _best(self, forms: range) -> int:
-        return max(forms, key=lambda form: self.expected(form) / self._ledger.seconds(form))
+        return 1.0 + curve(self._text.strength(form, deviations), self._ledger.depths[form]).mean
 
 
 class Steady:
