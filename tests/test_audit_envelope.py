@@ -31,7 +31,7 @@ def test_bounds_are_floor_plus_factor_times_the_controls():
     bounds, floor = bounds_from("float32", WORST, 4.0), FLOORS["float32"]
     assert bounds["R"] == pytest.approx([floor["relative"] + 4e-6, floor["relative"] + 12e-6])
     assert bounds["divergence"] == pytest.approx([floor["nats"] + 4e-11])
-    assert bounds["margin"] == pytest.approx([floor["margin"] + 8e-5])
+    assert bounds["margin"] == pytest.approx([2e-5])
     assert "logits" not in bounds
 
 

@@ -125,7 +125,7 @@ def bounds_from(
     """Bounds from the controls' largest distances by surface and layer.
 
     ``worst["logits"]`` is the largest change of one logit: two may move against each other by twice
-    that, which makes the margin.
+    that, which is the margin, without a factor: it excuses tokens, and must not grow lenient.
 
     Raises:
       ValueError: the controls lie too far apart to prove anything, or are not finite.
@@ -143,7 +143,7 @@ def bounds_from(
                 f"{dtype} can be calibrated on this model and device"
             )
         bounds[name] = tuple(made.tolist())
-    margin = floors["margin"] + 2.0 * factor * float(np.max(worst["logits"]))
+    margin = max(floors["margin"], 2.0 * float(np.max(worst["logits"])))
     return bounds | {"margin": (margin,)}
 
 
