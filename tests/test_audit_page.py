@@ -85,9 +85,22 @@ def test_the_first_screen_says_green_or_red_of_what_and_how_near():
         assert f"<strong>{colour}</strong>" in first
         assert "<title>treejax audit: " + colour.lower() in first
         assert "python-11m &lt;script&gt;" in first  # who was audited, as text
-        assert "drafter, 70 % of its bound" in first and "states, 90 % of its bound" in first
+        assert "drafter 7e-06, at most 1e-05 (70 %), wy/mtp:chain3" in first
+        assert "states 9e-07, at most 1e-06 (90 %), wy" in first
     assert "1 of 7 failed" in first
     assert "sampler block: joint G-test 1e-09, at least 0.0001 [step 0]" in first
+
+
+def test_the_first_screen_says_how_tight_the_envelope_is(green):
+    assert "tighter" not in green
+    rows = [
+        {"surface": "R", "largest bound": 1e-5, "LumoTree": 0.02},
+        {"surface": "divergence", "largest bound": 1e-3, "LumoTree": 0.15},
+        {"surface": "margin", "largest bound": 1.0},
+    ]
+    report = Report(made.checks(), (("envelope", tuple(rows)),))
+    assert "<b>150 times tighter</b>" in page(report)
+    assert "at least 150 times below LumoTree&#x27;s (least on divergence)" in page(report)
 
 
 def test_what_a_user_named_is_text_and_never_markup(green):
@@ -123,7 +136,7 @@ def test_a_figure_shows_the_worst_of_each_place():
 def test_figures_of_numbers_that_are_not_finite():
     bad = Check("continuation", "x", "R", {"cycle": 1, "layer": 0}, float("nan"), 1.0)
     text = page(Report((bad,)))
-    assert outline(text).counts["svg"] == 2 and "R, beyond its bound" in text
+    assert outline(text).counts["svg"] == 2 and "R nan, at most 1 (beyond), x" in text
     assert "nan" not in drawing.figures(Report((bad,)))[0].svg
 
 
@@ -153,7 +166,7 @@ def test_the_fault_matrix_has_a_row_a_fault_and_a_column_a_place(green):
         "same_coin",
         "KV remap",
     ]
-    assert '<td class="n good">99 % of 100</td>' in rows[1] and "a &amp; b" in rows[1]
+    assert '<td class="n good">99 % of 100</td>' in rows[1] and "why &amp; how" in rows[1]
     assert '<td class="n bad">25 % of 100</td>' in rows[3]
 
 

@@ -8,7 +8,18 @@ import numpy as np
 import pytest
 
 from treejax.audit.base import Check, Report
-from treejax.audit.report import MOST_SHOWN, as_json, lines, shaped, share, show, used, verdict
+from treejax.audit.report import (
+    MOST_SHOWN,
+    as_json,
+    lines,
+    nearest,
+    part_of_bound,
+    shaped,
+    share,
+    show,
+    used,
+    verdict,
+)
 
 
 def check(value, bound, at_least=False):
@@ -55,6 +66,15 @@ def test_a_failed_check_is_the_worst_whatever_the_others_used():
     report = Report((check(math.nan, 1.0), check(50.0, 1.0), check(0.1, 1.0)))
     (line,) = lines(report)
     assert line.failed == 2 and math.isnan(line.worst.value)
+
+
+def test_the_nearest_check_is_one_that_can_be_nearer():
+    full, exact = check(1.0, 1.0, at_least=True), check(0.0, 0.0)
+    assert nearest([full, exact, check(0.2, 1.0), check(0.3, 1.0)]).value == 0.3
+    assert nearest([full, exact]) is exact and nearest([full]) is full
+    assert nearest([check(0.9, 1.0), check(0.98, 0.99, at_least=True)]).value == 0.98
+    parts = [part_of_bound(each) for each in (full, exact, check(0.3, 1.0), check(2.0, 1.0))]
+    assert parts == ["", "exact", "30 %", "200 %"]
 
 
 def test_verdicts():

@@ -18,6 +18,7 @@ from treejax.audit.report import used
 COLOURS = ("#3b7dd8", "#d9822b", "#2a9d6f", "#b8569f", "#c94a4a", "#7a8794", "#8a6fd1", "#a8892c")
 _MARKS = "osD^vPX*"
 _INK = "#010203"  # what becomes the colour of the page's text
+_LETTERS = 60  # that fit side by side below a figure
 _FLOOR = 1e-4  # of a bound: less is drawn here
 
 
@@ -131,7 +132,8 @@ def _panel() -> tuple[Any, Any]:
 
 def _legend(figure: Any, axes: Any) -> None:
     handles, names = axes.get_legend_handles_labels()
-    place: Mapping[str, Any] = {"loc": "outside lower center", "ncols": min(len(names), 3)}
+    columns = min(len(names), 3, max(1, _LETTERS // (6 + max(map(len, names)))))
+    place: Mapping[str, Any] = {"loc": "outside lower center", "ncols": columns}
     figure.legend(handles, names, frameon=False, fontsize=8, labelcolor=_INK, **place)
 
 

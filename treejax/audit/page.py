@@ -5,7 +5,6 @@ reader's light or dark setting; tables scroll by themselves where a screen is na
 """
 
 import html
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -87,18 +86,24 @@ def _first_screen(report: Report) -> Iterable[str]:
         yield f"<p><b>{_text(name)}:</b> {_text(texts.show(value))}</p>"
     yield "</div>"
     yield '<div class="cards">'
-    every = texts.lines(report)
-    for audit in dict.fromkeys(line.audit for line in every):
-        mine = [line for line in every if line.audit == audit]
-        count, failed = sum(line.count for line in mine), sum(line.failed for line in mine)
-        worst = max(mine, key=lambda line: (line.failed > 0, texts.used(line.worst)))
-        said = f"{failed:,} of {count:,} failed" if failed else f"{count:,} passed"
-        part = texts.used(worst.worst)
-        of = " of" if part < math.inf else ""
-        number = f"{worst.name}, {texts.share(part)}{of} its bound"
-        yield f'<div class="card {_tone(not failed)}"><small>{_text(audit)}</small><b>{said}</b>'
-        yield f"<small>worst: {_text(number)}, {_text(worst.worst.subject)}</small></div>"
+    for audit in dict.fromkeys(check.audit for check in report.checks):
+        mine = [check for check in report.checks if check.audit == audit]
+        failed, worst = sum(not check.green for check in mine), texts.nearest(mine)
+        said = f"{failed:,} of {len(mine):,} failed" if failed else f"{len(mine):,} passed"
+        part = texts.part_of_bound(worst)
+        sign = "at least" if worst.at_least else "at most"
+        number = f"{worst.name} {texts.show(worst.value)}, {sign} {texts.show(worst.bound)}"
+        number += f" ({part})" if part else ""
+        yield _card(audit, said, f"worst: {number}, {worst.subject}", _tone(not failed))
+    tight = texts.tightness(report)
+    if tight is not None:
+        yield _card("envelope", f"{tight[1]:,.0f} times tighter", texts.tight_text(*tight), "")
     yield "</div>"
+
+
+def _card(head: str, said: str, more: str, tone: str) -> str:
+    inner = f"<small>{_text(head)}</small><b>{_text(said)}</b><small>{_text(more)}</small>"
+    return f'<div class="card {tone}">{inner}</div>'
 
 
 def _red(report: Report) -> Iterable[str]:

@@ -7,7 +7,7 @@ import dataclasses
 import io
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ class Line:
             "failed": self.failed,
             "worst": worst.value,
             "bound": f"{sign} {show(worst.bound)}",
-            "of its bound": share(used(worst)),
+            "of its bound": part_of_bound(worst),
             "of": worst.subject,
             "where": place(worst),
         }
@@ -71,6 +71,35 @@ def used(check: Check) -> float:
     if value <= 0 <= bound:
         return 0.0
     return value / bound if bound > 0 else math.inf
+
+
+def part_of_bound(check: Check) -> str:
+    """How near a number came to its bound, where there is nearer and further."""
+    if not check.green:
+        return share(used(check))
+    if check.at_least:
+        return ""  # a share or a p-value, which says it by itself
+    return "exact" if check.bound == 0 else share(used(check))
+
+
+def nearest(checks: Iterable[Check]) -> Check:
+    """The check to worry about: one that failed, else the one that has used most of its bound.
+
+    Those that are exact, and shares that cannot be larger, come last.
+    """
+    return max(checks, key=lambda c: (not c.green, not c.at_least or c.bound < 0.5, used(c)))
+
+
+def tightness(report: Report) -> tuple[str, float] | None:
+    """The surface on which the envelope is least tight, and how many times its largest bound fits
+    into LumoTree's; None without an envelope."""
+    rows = [row for title, table in report.tables if title == "envelope" for row in table]
+    ratios = {
+        str(row["surface"]): float(row["LumoTree"]) / float(row["largest bound"])
+        for row in rows
+        if row.get("LumoTree") and row.get("largest bound")
+    }
+    return min(ratios.items(), key=lambda pair: pair[1]) if ratios else None
 
 
 def lines(report: Report) -> list[Line]:
@@ -159,6 +188,10 @@ def share(part: float) -> str:
     return f"{100 * part:.0f} %" if part < 10 else f"{part:.3g} x"
 
 
+def tight_text(surface: str, times: float) -> str:
+    return f"bounds at least {times:,.0f} times below LumoTree's (least on {surface})"
+
+
 def is_number(value: Any) -> bool:
     """Whether a cell stands to the right."""
     return isinstance(value, int | float | np.number) and not isinstance(value, bool)
@@ -172,6 +205,9 @@ def write_text(report: Report, console: Console) -> None:
 
     for name, value in report.facts.get("audited", {}).items():
         say(f"{name + ':':<16}{show(value)}")
+    tight = tightness(report)
+    if tight is not None:
+        say(f"{'envelope:':<16}{tight_text(*tight)}")
     for title, rows in (("checks", [line.row() for line in lines(report)]), *report.tables):
         if rows:
             console.print(make_table(title, rows))
