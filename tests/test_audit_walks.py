@@ -57,7 +57,7 @@ def test_what_cannot_happen_and_what_tells_nothing():
 def test_the_law_is_that_of_the_tests_own_oracle():
     rng, clear = np.random.default_rng(1), 0
     for _ in range(150):
-        size = int(rng.integers(4, 9))
+        size = int(rng.integers(8, 13))
         settings = sampling_oracle.random_settings(rng, size) | {"temperature": 0.7}
         logits = (np.round(rng.standard_normal(size) * 4) / 4).astype(np.float32)
         prompt, output = rng.integers(0, size, 2).tolist(), rng.integers(0, size, 3).tolist()
