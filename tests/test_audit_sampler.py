@@ -67,6 +67,7 @@ def test_steps_of_a_model_are_walked_through():
     settings = dataclasses.replace(SMALL, worlds=(), steps=1, seeds=1)
     report = sampler.run(tiny.model(), [Match()], settings)
     assert report.facts["sampler"]["worlds"] == ["step 2"]
+    assert report.facts["sampler"]["captured steps"] == "1 of one generation"
     assert report.green, report.red
     assert {check.where.get("world") for check in report.checks} == {None, "step 2"}
 
@@ -90,3 +91,7 @@ def test_what_cannot_be_audited_is_refused_in_one_line():
         sampler.Settings(alpha=2)
     with pytest.raises(ValueError, match="leave nothing to walk"):
         sampler.run(None, [Match()], dataclasses.replace(SMALL, worlds=()))
+    params = {name: leaf for name, leaf in tiny.model().params.items() if name != "mtp"}
+    headless = dataclasses.replace(tiny.model(), params=params)
+    with pytest.raises(ValueError, match="leave nothing to walk"):
+        sampler.run(headless, [Match()], dataclasses.replace(SMALL, worlds=(), steps=2))

@@ -74,13 +74,17 @@ def run(
       model: whose verified rows are walked through as well; None for toy targets alone.
 
     Raises:
-      ValueError: no rule, a setting out of range, or captured steps without a model that has them.
+      ValueError: no rule, or nothing to walk through.
     """
     if not rules:
         raise ValueError("no rule was given, expected at least one to audit")
     began = time.perf_counter()
     worlds = [DESIGNED[name]() for name in settings.worlds]
-    if model is not None and settings.steps:
+    captured = "none: no model was given, or no steps were asked for"
+    if model is not None and settings.steps and "mtp" not in model.params:
+        captured = "none: the model has no MTP head, whose rows would be the drafter's"
+    elif model is not None and settings.steps:
+        captured = f"{settings.steps} of one generation"
         advance("capturing steps", 0, 1)
         (prompt,) = prefixes(model, "held-out", 1, 64, settings.seed)
         worlds += capture(model, prompt, settings.steps, settings.seed)
@@ -115,6 +119,7 @@ def run(
         facts={
             AUDIT: {
                 "settings": dataclasses.asdict(settings),
+                "captured steps": captured,
                 "worlds": [world.name for world in worlds],
                 "threshold": threshold,
                 "seconds": time.perf_counter() - began,
