@@ -35,6 +35,9 @@ POWER = 0.99
 CONTROLS = continuation_settings.Settings(prefixes=6, length=40, shorter=2)
 """Of the envelope: prefixes as short as the texts here, which rounding has less time to move."""
 
+CALIBRATING = 24
+"""Texts at most on which native decoding's verify of whole trees is the control."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
@@ -110,12 +113,14 @@ def run(
 
     done, benches = 0, {}
     advance("calibration", done, total)
-    size = settings.batch, settings.length, settings.seed
     heat = settings.temperature
     steps, scripted = len(settings.schedule), script(settings.tree, settings.schedule)
-    bench = prepare(model, scripted, prefixes(model, "calibration", *size), steps, heat)
-    judge = judge_of(bench, settings.factor, settings.controls)
-    texts = prefixes(model, "held-out", *size)
+    few, rest = min(settings.batch, CALIBRATING), (settings.length, settings.seed)
+    texts = prefixes(model, "calibration", few, *rest)
+    judge = judge_of(
+        prepare(model, scripted, texts, steps, heat), settings.factor, settings.controls
+    )
+    texts = prefixes(model, "held-out", settings.batch, *rest)
     for drafted in needed:
         done += 1
         advance("plain decoding", done, total)

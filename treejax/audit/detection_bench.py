@@ -82,6 +82,9 @@ def prepare(
     sampling = Sampling(temperature=temperature)
     batch, deepest = len(prompts), drafter.max_depth + 1
     count = (steps + 1) * deepest
+    if isinstance(drafter, Scripted) and drafter.schedule:  # records are large: no more than needed
+        plan = drafter.schedule
+        count = deepest + sum(plan[t % len(plan)][1] + 1 for t in range(steps))
     rows = max(map(len, prompts)) + count
     keys = jax.random.split(jax.random.key(0), batch)
     start = take_in(model, prompts, drafter, max_length=rows, sampling=sampling)
