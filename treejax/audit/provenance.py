@@ -18,8 +18,9 @@ from treejax.model import Model
 def audited(asked: Asked, plan: Plan, model: Model | None) -> dict[str, Any]:
     """What a reader wants to know first: name and value."""
     chosen = set(asked.chosen)
-    facts: dict[str, Any] = {"audits": ", ".join(asked.chosen)}
-    facts["audits"] += ", quick" if asked.quick else ", full"
+    planted = "" if asked.faults is None else ", planted faults"
+    profile = "quick" if asked.quick else "full"
+    facts: dict[str, Any] = {"audits": f"{', '.join(asked.chosen)}{planted}: {profile} profile"}
     if chosen & {"component", "continuation"}:
         facts["policies"] = _list(policy.name for policy in plan.policies)
     if plan.subjects:
