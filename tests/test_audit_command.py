@@ -245,7 +245,6 @@ def test_interpreted_kernels_are_audited_if_asked_for(command, calls):
         (["--seed", "-1"], "seed is -1, expected an integer of at least 0"),
         (["component", "--seeds", "3"], "seeds cannot act in component: leave it out"),
         (["--time-limit", "nan"], "--time-limit is nan, expected seconds above 0"),
-        (["--qui"], "unrecognized arguments: --qui"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(command, calls, arguments, message):
