@@ -5,7 +5,7 @@ import functools
 import numpy as np
 
 from treejax.audit.detection_bench import prepare, script
-from treejax.audit.detection_run import draw_strikes
+from treejax.audit.detection_strikes import draw_strikes
 from treejax.audit.detection_toy import toy
 from treejax.audit.prefixes import prefixes
 from treejax.drafters import MTP
@@ -24,7 +24,7 @@ def bench_of(drafter, split="held-out"):
 
 def places(fault, policy, bench, among=None):
     """A strike in each of the sequences ``among`` [B] in which the fault shows."""
-    strike = draw_strikes(fault, policy, bench, bench.batch, 0, bench.margins > 0)
+    strike = draw_strikes(fault, policy, bench, 0, bench.margins > 0)
     if among is None:
         return strike
     return strike.replace(cycle=np.where(among, strike.cycle, -1).astype(np.int32))

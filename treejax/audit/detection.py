@@ -14,7 +14,8 @@ from treejax.audit import continuation_settings
 from treejax.audit.base import Check, Report
 from treejax.audit.detection_bench import Bench, prepare, script
 from treejax.audit.detection_envelope import judge_of
-from treejax.audit.detection_run import Caught, draw_strikes, run_bench
+from treejax.audit.detection_run import Caught, run_bench
+from treejax.audit.detection_strikes import draw_strikes, had_effect
 from treejax.audit.detection_toy import toy
 from treejax.audit.faults import REGISTRY, Fault
 from treejax.audit.faults.anyone import AnyOf
@@ -75,8 +76,7 @@ class Settings:
 
     @property
     def batch(self) -> int:
-        """Sequences: some more than seeds, as a fault may show nowhere in a text that repeats
-        itself."""
+        """Sequences: some more than seeds, as a fault may show nowhere in one of them."""
         return self.seeds + (self.seeds + 4) // 5
 
     @classmethod
@@ -137,9 +137,11 @@ def run(
         )
         together.check(model.config, policy, bench.drafter)
         subject = Subject(policy, bench.drafter, RULES["match"], together)
-        decided = judge.decided(bench)
-        strike = draw_strikes(fault, policy, bench, settings.seeds, settings.seed, decided)
-        return run_bench(bench, subject, judge, together.strike(fault, strike))
+        strike = draw_strikes(fault, policy, bench, settings.seed, judge.decided(bench))
+        strike = together.strike(fault, strike)
+        made = run_bench(bench, subject, judge, strike)
+        real = had_effect(bench, subject, strike, made.struck & ~made.caught) & made.struck
+        return made.among(real & (np.cumsum(real) <= settings.seeds))
 
     alarms, rows = [], []
     for drafted, policy in clean:

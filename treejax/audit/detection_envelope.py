@@ -18,6 +18,10 @@ from treejax.audit.step import Subject, cycle, never
 from treejax.audit.surfaces import measure
 from treejax.steps.rules import REGISTRY as RULES
 
+STATE = "R", "C", "new K", "old K"
+"""Surfaces for which the bench itself is a closer control than longer texts and other trees: the
+smaller of the two bounds holds."""
+
 
 def judge_of(bench: Bench, factor: float, controls: Settings | None) -> Judge:
     """Bounds for faults, from a bench of calibration texts.
@@ -31,9 +35,11 @@ def judge_of(bench: Bench, factor: float, controls: Settings | None) -> Judge:
     dtype = jnp.dtype(bench.model.dtype).name
     if controls is None:
         return Judge(bounds_from(dtype, worst, factor))
-    logits = {name: worst[name] for name in (ROWS, "logits")}
-    rows = bounds_from(dtype, logits, factor)
-    return Judge({ROWS: rows[ROWS], **calibrate(bench.model, controls).bounds})
+    near = bounds_from(dtype, worst, factor)
+    bounds = dict(calibrate(bench.model, controls).bounds)
+    for name in STATE:
+        bounds[name] = tuple(np.minimum(bounds[name], near[name]).tolist())
+    return Judge({ROWS: near[ROWS], **bounds})
 
 
 def _native(bench: Bench) -> dict[str, np.ndarray]:

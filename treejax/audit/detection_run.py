@@ -5,7 +5,6 @@ The judge sees the engine's outputs and plain's record. Its bounds come from con
 """
 
 import dataclasses
-import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,12 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from treejax.audit.detection_bench import Bench
-from treejax.audit.faults import Fault, Strike
+from treejax.audit.faults import Strike
 from treejax.audit.memories import relative
 from treejax.audit.reference import engine_of
-from treejax.audit.step import Cycle, Subject, cycle, never
+from treejax.audit.step import Cycle, Engine, Subject, cycle, never
 from treejax.audit.surfaces import Measured, measure
-from treejax.policies import Policy
 from treejax.shapes import Array
 
 ROWS = "row logits"
@@ -74,22 +72,21 @@ class Caught:
     def caught(self) -> np.ndarray:
         return self.cycle >= 0
 
+    def among(self, sequences: np.ndarray) -> "Caught":
+        """The same of these sequences [B] alone."""
+        return dataclasses.replace(self, struck=self.struck & sequences)
+
 
 def run_bench(bench: Bench, subject: Subject, judge: Judge, strike: Strike | None = None) -> Caught:
     """All steps, or as many as it takes until every struck sequence is caught."""
     at = never(bench.batch) if strike is None else strike
     struck = judge.decided(bench) if strike is None else np.asarray(at.cycle) >= 0
-    config, everyone = bench.model.config, np.arange(bench.batch)
     engine = engine_of(subject, bench.start, bench.plain.tokens[:, 0])
-    settings = bench.sampling.prepared(config.vocab_size)
     first, best = np.full(bench.batch, -1), np.zeros(bench.batch)
-    seen = [frozenset[str]() for _ in everyone]
+    seen = [frozenset[str]() for _ in first]
     for t in range(bench.steps):
         before, offset = engine, bench.offsets[t]
-        engine, shown = cycle(
-            *(config, subject, bench.model.params, bench.weights, before, bench.keys),
-            *(settings, at, jnp.int32(t)),
-        )
+        engine, shown = one_step(bench, subject, before, at, t)
         measured = measure(
             *(bench.model, subject, bench.weights, before, engine, shown, bench.plain, offset),
             keys=bench.keys,
@@ -105,6 +102,17 @@ def run_bench(bench: Bench, subject: Subject, judge: Judge, strike: Strike | Non
         if strike is not None and (first >= 0)[struck].all():
             break
     return Caught(struck, first, tuple(seen), best)
+
+
+def one_step(
+    bench: Bench, subject: Subject, engine: Engine, strike: Strike, t: int
+) -> tuple[Engine, Cycle]:
+    """Step ``t`` of the engine over the bench."""
+    settings = bench.sampling.prepared(bench.model.config.vocab_size)
+    return cycle(
+        *(bench.model.config, subject, bench.model.params, bench.weights, engine, bench.keys),
+        *(settings, strike, jnp.int32(t)),
+    )
 
 
 def row_distances(bench: Bench, shown: Cycle, t: int) -> np.ndarray:
@@ -132,21 +140,3 @@ def narrow_vectors(carry: Any) -> Array:
             axes = tuple(axis for axis in range(narrow.ndim) if axis != 1)
             total = total + narrow.sum(axis=axes, dtype=jnp.int32)
     return total
-
-
-def draw_strikes(
-    fault: Fault, policy: Policy, bench: Bench, seeds: int, seed: int, among: np.ndarray
-) -> Strike:
-    """A random place each in ``seeds`` of the sequences ``among`` [B], in a step in which the fault
-    shows.
-
-    Sequences in which it never would are passed over; if there are too few others, fewer are
-    struck.
-    """
-    shows = fault.shows(policy, bench.course) & among
-    random = np.random.default_rng([seed, zlib.crc32(fault.name.encode())])
-    chance = np.where(shows, random.random(shows.shape), -1.0)
-    able = shows.any(axis=0)
-    cycle = np.where(able & (np.cumsum(able) <= seeds), chance.argmax(axis=0), -1)
-    places = random.integers(1 << 16, size=(3, bench.batch))
-    return Strike(*(jnp.asarray(x, jnp.int32) for x in (cycle, *places)))
