@@ -128,8 +128,8 @@ def check(case, made):
         if low:
             assert np.mean(made.v[b, : len(tree)] != wanted["v"]) < FLIPS
     g, beta = expected_gates(case)
-    # g is the logarithm of the float32 alpha, up to half a unit (3e-8) away from exp(g): where alpha
-    # is above 1/2, g moves by up to twice that.
+    # g is the logarithm of the float32 alpha, up to half a unit (3e-8) from exp(g): where alpha is
+    # above 1/2, g moves by up to twice that.
     np.testing.assert_allclose(made.g, g, rtol=GATES, atol=6.5e-8)
     kept = np.asarray(made.alpha) > 0.5
     alpha, log_alpha = (np.asarray(x, np.float64)[kept] for x in (made.alpha, made.g))
