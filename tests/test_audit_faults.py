@@ -204,7 +204,7 @@ def test_strikes_are_reproducible_and_where_the_fault_shows():
         assert jax.tree.all(jax.tree.map(np.array_equal, strike, again))
 
 
-def test_a_strike_that_changes_no_byte_had_no_effect():
+def test_a_strike_that_changes_nothing_had_no_effect():
     """A history kept as it was has an effect; the same strike in no step of the run has none."""
     bench, policy = bench_of("scripted"), make_policy("replay", "xla")
     fault = REGISTRY["conv gather skipped"]

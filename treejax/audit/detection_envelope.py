@@ -22,6 +22,10 @@ STATE = "R", "C", "new K", "old K"
 """Surfaces for which the bench itself is a closer control than longer texts and other trees: the
 smaller of the two bounds holds."""
 
+FLOOR = 2**-18
+"""Under the bounds that come from the bench, in float32: 32 units in the last place. The envelope's
+own floor leaves room for longer texts and deeper trees than there are here."""
+
 
 def judge_of(bench: Bench, factor: float, controls: Settings | None) -> Judge:
     """Bounds for faults, from a bench of calibration texts.
@@ -33,9 +37,12 @@ def judge_of(bench: Bench, factor: float, controls: Settings | None) -> Judge:
     """
     worst = _native(bench)
     dtype = jnp.dtype(bench.model.dtype).name
-    if controls is None:
-        return Judge(bounds_from(dtype, worst, factor))
     near = bounds_from(dtype, worst, factor)
+    if dtype == "float32":
+        for name in (*STATE, ROWS):
+            near[name] = tuple((FLOOR + factor * np.ravel(worst[name])).tolist())
+    if controls is None:
+        return Judge(near)
     bounds = dict(calibrate(bench.model, controls).bounds)
     for name in STATE:
         bounds[name] = tuple(np.minimum(bounds[name], near[name]).tolist())

@@ -2,7 +2,6 @@
 
 import zlib
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +10,14 @@ import numpy as np
 from treejax.audit.detection_bench import Bench
 from treejax.audit.detection_run import one_step
 from treejax.audit.faults import Fault, Strike
+from treejax.audit.memories import relative
 from treejax.audit.reference import engine_of
 from treejax.audit.step import Cycle, Engine, Subject
 from treejax.policies import Policy
+
+RESOLUTION = 2**-20
+"""A relative distance of eight units in the last place of float32: plain decoding done otherwise
+lies as far from itself, and nothing that is nearer is wrong."""
 
 
 def draw_strikes(
@@ -32,38 +36,42 @@ def draw_strikes(
 
 
 def had_effect(bench: Bench, subject: Subject, strike: Strike, asked: np.ndarray) -> np.ndarray:
-    """[B] whether the engine ever left another byte than the same program without a strike.
+    """[B] whether the engine ever left anything else than the same program without a strike, by
+    more than ``RESOLUTION``.
 
-    A head that forgets everything at each token, say, holds the same whatever was committed before
-    the last one: then nothing went wrong and there is nothing to catch. Sequences that are not
-    ``asked`` [B] for count as struck to an effect.
+    A head that forgets nearly everything at each token, say, holds the same whatever was committed
+    before the last one: then there is nothing wrong to catch. Sequences that are not ``asked`` [B]
+    for count as struck to an effect.
     """
     if not asked.any():
         return np.ones_like(asked)
     calm = strike.replace(cycle=jnp.full_like(strike.cycle, -1))
     engine = right = engine_of(subject, bench.start, bench.plain.tokens[:, 0])
-    differs = ~asked
+    moved = ~asked
     for t in range(bench.steps):
         engine, shown = one_step(bench, subject, engine, strike, t)
         right, expected = one_step(bench, subject, right, calm, t)
-        for (axis, mine), (_, theirs) in zip(
-            _left(engine, shown), _left(right, expected), strict=True
-        ):
-            differs |= _differs(mine, theirs, axis)
-    return differs
+        both = zip(_left(engine, shown), _left(right, expected), strict=True)
+        for mine, theirs in both:
+            moved |= _apart(mine, theirs)
+    return moved
 
 
-def _left(engine: Engine, shown: Cycle) -> Iterator[tuple[int, Any]]:
-    """All that a step left, after its batch axis."""
+def _left(engine: Engine, shown: Cycle) -> Iterator[np.ndarray]:
+    """All that a step left, batch first and what belongs together last: a head's matrix, a layer's
+    history, a row."""
     state = engine.state
-    yield 1, (state.recurrent, state.conv, state.keys, state.values)
-    yield 0, (state.length, engine.pending, engine.memory, shown.logits, shown.tokens)
+    R = np.asarray(state.policy.read(state.recurrent))
+    yield np.moveaxis(R, 1, 0).reshape(*R.shape[1::-1], R.shape[2], -1)
+    for array in (state.conv, state.keys, state.values):
+        yield np.moveaxis(np.asarray(array), 1, 0)
+    for leaf in (state.length, engine.pending, shown.logits, shown.tokens, engine.memory):
+        yield from map(np.asarray, jax.tree.leaves(leaf))
 
 
-def _differs(mine: Any, theirs: Any, axis: int) -> np.ndarray:
-    """[B] whether any number differs; one that is none counts as different."""
-    found = []
-    for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(theirs), strict=True):
-        unequal = np.moveaxis(np.asarray(a) != np.asarray(b), axis, 0)
-        found.append(unequal.reshape(len(unequal), -1).any(axis=1))
-    return np.any(found, axis=0)
+def _apart(mine: np.ndarray, theirs: np.ndarray) -> np.ndarray:
+    """[B] whether any vector [B, ..., n], or number [B], lies further off than ``RESOLUTION``."""
+    if mine.ndim == 1:
+        mine, theirs = mine[:, None], theirs[:, None]
+    far = ~(relative(mine, theirs, axes=(-1,)) <= RESOLUTION)
+    return far.reshape(len(far), -1).any(axis=1)
