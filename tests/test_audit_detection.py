@@ -83,7 +83,7 @@ def test_bounds_come_without_any_fault():
     bounds = report().facts["detection"]["bounds"]
     assert {"R", "C", "new K", "old K", "divergence", "drafter", ROWS} <= set(bounds)
     for name in ("R", "C", "new K", "old K", ROWS):  # rounding of float32, nothing wider
-        assert all(4e-6 <= bound < 1e-4 for bound in bounds[name]), name
+        assert all(2**-18 <= bound < 1e-4 for bound in bounds[name]), name
 
 
 def test_a_number_that_is_not_finite_or_a_count_is_a_finding_whatever_the_bound():
