@@ -4,9 +4,9 @@ import functools
 
 import numpy as np
 
-from treejax.audit.detection_bench import prepare, script
-from treejax.audit.detection_strikes import draw_strikes
-from treejax.audit.detection_toy import toy
+from treejax.audit.detection.bench import prepare, script
+from treejax.audit.detection.strikes import draw_strikes
+from treejax.audit.detection.toy import toy
 from treejax.audit.prefixes import prefixes
 from treejax.drafters import MTP
 

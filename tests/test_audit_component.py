@@ -10,12 +10,12 @@ import pytest
 import random_trees
 
 from treejax.audit import component
-from treejax.audit.component_block import WIDE
-from treejax.audit.component_operands import HYDRA, Shape, draw, draw_states, random_parents
-from treejax.audit.component_process import can_travel
-from treejax.audit.component_rules import REBUILT, RELATIVE, SOLVED, promise_of
-from treejax.audit.component_settings import Settings
-from treejax.audit.component_truth import STRICT, Errors, along, errors, exact, native
+from treejax.audit.component.block import WIDE
+from treejax.audit.component.operands import HYDRA, Shape, draw, draw_states, random_parents
+from treejax.audit.component.process import can_travel
+from treejax.audit.component.rules import REBUILT, RELATIVE, SOLVED, promise_of
+from treejax.audit.component.settings import Settings
+from treejax.audit.component.truth import STRICT, Errors, along, errors, exact, native
 from treejax.policies import REGISTRY, WY, SolveReplay
 from treejax.tree import Tree
 

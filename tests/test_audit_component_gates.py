@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from treejax import layers
-from treejax.audit.component_block import Case
-from treejax.audit.component_operands import Drawn, Shape
-from treejax.audit.component_rig import Rig, pack
-from treejax.audit.component_rules import promise_of
-from treejax.audit.component_truth import along, errors, exact
+from treejax.audit.component.block import Case
+from treejax.audit.component.operands import Drawn, Shape
+from treejax.audit.component.rig import Rig, pack
+from treejax.audit.component.rules import promise_of
+from treejax.audit.component.truth import along, errors, exact
 from treejax.policies import REGISTRY, make_policy
 from treejax.tree import Tree
 

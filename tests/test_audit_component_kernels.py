@@ -2,10 +2,10 @@
 
 import pytest
 
-from treejax.audit.component_operands import Shape
-from treejax.audit.component_rig import Rig
-from treejax.audit.component_rules import promise_of
-from treejax.audit.component_steps import Journey, travel
+from treejax.audit.component.operands import Shape
+from treejax.audit.component.rig import Rig
+from treejax.audit.component.rules import promise_of
+from treejax.audit.component.steps import Journey, travel
 from treejax.policies import REGISTRY
 
 

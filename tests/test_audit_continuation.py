@@ -13,12 +13,12 @@ import pytest
 from treejax import parameters
 from treejax.audit import continuation
 from treejax.audit.continuation import Envelope, Settings, calibrate, run
-from treejax.audit.detection_toy import CONFIG
+from treejax.audit.continuation.verdict import WORDS, Tally
+from treejax.audit.detection.toy import CONFIG
 from treejax.audit.envelope import LUMOTREE, bounds_from
 from treejax.audit.faults import REGISTRY as FAULTS
 from treejax.audit.step import Subject
 from treejax.audit.surfaces import EXACT, SURFACES, Measured
-from treejax.audit.verdict import WORDS, Tally
 from treejax.config import FULL, LINEAR
 from treejax.drafters import MTP
 from treejax.model import Model

@@ -11,8 +11,9 @@ import pytest
 from audit_cases import bench_of, places
 
 from treejax.audit import detection
-from treejax.audit.detection_rows import row_logits
-from treejax.audit.detection_run import ROWS, Judge
+from treejax.audit.detection import matrix
+from treejax.audit.detection.rows import row_logits
+from treejax.audit.detection.run import ROWS, Judge
 from treejax.audit.faults import REGISTRY
 from treejax.audit.surfaces import Measured
 from treejax.model import prefill
@@ -98,7 +99,7 @@ def test_a_number_that_is_not_finite_or_a_count_is_a_finding_whatever_the_bound(
 
 def test_no_seed_struck_is_no_detection():
     row = {"fault": "stale root", "policy": "wy", "drafter": "x", "seeds": 0, "caught": 0}
-    assert not detection._power(row).green
+    assert not matrix._power(row).green
 
 
 def test_logits_of_rows_are_those_of_a_prompt_that_ends_there():

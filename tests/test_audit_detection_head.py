@@ -5,7 +5,8 @@ import functools
 
 import pytest
 
-from treejax.audit import continuation_settings, detection
+from treejax.audit import detection
+from treejax.audit.continuation import settings as continuation_settings
 from treejax.audit.faults import REGISTRY
 
 HEAD = tuple(name for name, fault in REGISTRY.items() if fault.drafted)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import rules_exact
 
-from treejax.audit.enumeration import (
+from treejax.audit.sampler.enumeration import (
     EXACT,
     Toy,
     coin_distance,
@@ -15,9 +15,9 @@ from treejax.audit.enumeration import (
     match_distance,
     ordered_trees,
 )
-from treejax.audit.sampler_faults import REGISTRY
-from treejax.audit.sampler_faults.base import Bent
-from treejax.audit.worlds import P, Q
+from treejax.audit.sampler.faults import REGISTRY
+from treejax.audit.sampler.faults.base import Bent
+from treejax.audit.sampler.worlds import P, Q
 from treejax.steps.rules import Match, MultiStep, Traversal, Typical
 
 STAR = [-1, 0, 0, 0]

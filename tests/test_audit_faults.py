@@ -9,8 +9,8 @@ import pytest
 from audit_cases import bench_of
 
 from treejax.audit import detection
-from treejax.audit.detection_strikes import draw_strikes, had_effect
-from treejax.audit.detection_toy import CONFIG
+from treejax.audit.detection.strikes import draw_strikes, had_effect
+from treejax.audit.detection.toy import CONFIG
 from treejax.audit.faults import DEFERRED, REGISTRY, Course, Hit
 from treejax.audit.faults.base import nth, struck
 from treejax.audit.faults.carries import decayed, graft

@@ -8,7 +8,7 @@ import pytest
 import tiny
 
 from treejax.audit import sampler
-from treejax.audit.sampler_settings import name_of
+from treejax.audit.sampler.settings import name_of
 from treejax.steps.rules import Match, Typical, WithoutReplacement
 
 SMALL = dataclasses.replace(sampler.Settings.quick(), walks=4000, seeds=2, trees=((3, 3),))

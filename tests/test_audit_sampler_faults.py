@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from treejax.audit import sampler
-from treejax.audit.enumeration import EXACT, Toy, coin_distance
-from treejax.audit.sampler_detection import LUMOTREE, Found, detect
-from treejax.audit.sampler_faults import REGISTRY, coins, draws
-from treejax.audit.sampler_faults.base import Bent, Given, Sampler, shipped
-from treejax.audit.sampler_faults.laws import sequential_law
-from treejax.audit.walks import Outcome, keys_of, propose, rows_of, target_rows
-from treejax.audit.worlds import DESIGNED, P, Q
+from treejax.audit.sampler.detection import LUMOTREE, Found, detect
+from treejax.audit.sampler.enumeration import EXACT, Toy, coin_distance
+from treejax.audit.sampler.faults import REGISTRY, coins, draws
+from treejax.audit.sampler.faults.base import Bent, Given, Sampler, shipped
+from treejax.audit.sampler.faults.laws import sequential_law
+from treejax.audit.sampler.walks import Outcome, keys_of, propose, rows_of, target_rows
+from treejax.audit.sampler.worlds import DESIGNED, P, Q
 from treejax.history import begin
 from treejax.sampling import per_sequence
 from treejax.steps.rules import Match, MultiStep, WithoutReplacement

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from audit_cases import bench_of, places
 
-from treejax.audit.detection_toy import CONFIG
+from treejax.audit.detection.toy import CONFIG
 from treejax.audit.faults import REGISTRY
 from treejax.audit.faults.anyone import AnyOf
 from treejax.audit.reference import engine_of

@@ -9,13 +9,13 @@ import sampling_oracle
 import tiny
 from scipy import stats
 
-from treejax.audit.capture import TOKENS, capture
-from treejax.audit.g_test import g_test, survival
-from treejax.audit.sampler_faults.base import Sampler
-from treejax.audit.sampler_law import laws
-from treejax.audit.streams import different_streams
-from treejax.audit.walks import Outcome, g_tests, keys_of, take_walks
-from treejax.audit.worlds import CHAIN, CLEAR, DESIGNED, made_up
+from treejax.audit.sampler.capture import TOKENS, capture
+from treejax.audit.sampler.faults.base import Sampler
+from treejax.audit.sampler.g_test import g_test, survival
+from treejax.audit.sampler.law import laws
+from treejax.audit.sampler.streams import different_streams
+from treejax.audit.sampler.walks import Outcome, g_tests, keys_of, take_walks
+from treejax.audit.sampler.worlds import CHAIN, CLEAR, DESIGNED, made_up
 from treejax.sampling import Sampling
 from treejax.steps.rules import Match
 

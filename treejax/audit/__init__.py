@@ -2,8 +2,8 @@
 proof would notice if it were not.
 
 ``run`` is everything in one call. ``component``, ``continuation`` and ``sampler`` are the audits,
-each with a function ``run`` that takes objects, yours too; ``detection`` and ``sampler_detection``
-plant what ``faults`` and ``sampler_faults`` hold. ``step`` is the engine that is audited,
+each with a function ``run`` that takes objects, yours too; ``detection`` plants the ``faults`` of
+engines, ``sampler.detect`` those of samplers. ``step`` is the engine that is audited,
 ``envelope`` what its errors are held against; ``report``, ``page`` and ``figures`` show what came
 out.
 """

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pallas_kernels.implementation import resolve
 from treejax.audit.faults import REGISTRY as ENGINE_FAULTS
-from treejax.audit.sampler_faults import REGISTRY as SAMPLER_FAULTS
+from treejax.audit.sampler.faults import REGISTRY as SAMPLER_FAULTS
 from treejax.drafters import Drafter, make_drafter
 from treejax.model import Model
 from treejax.policies import Policy, make_policy

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from treejax.audit import component, continuation, detection, sampler, sampler_detection
+from treejax.audit import component, continuation, detection, sampler
 from treejax.audit.asked import Asked
 from treejax.audit.base import Check, Report
 from treejax.audit.envelope import Envelope
 from treejax.audit.plan import Plan, make_plan
 from treejax.audit.provenance import audited, made_with
+from treejax.audit.sampler import detection as sampler_detection
 from treejax.checkpoint import load_model
 from treejax.model import Model
 

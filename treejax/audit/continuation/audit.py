@@ -1,0 +1,161 @@
+"""The continuation audit: an engine's steps through the whole model against plain decoding.
+
+Prefixes x schedules x cycles, every surface and the drafter's own state, held against an envelope
+that was calibrated on other prefixes and frozen before (the audit of LumoTree, section 5 (b) of its
+paper, with bounds that are calibrated by layer). Tokens, lengths and old attention rows are exact.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from treejax.audit.base import Check, Report
+from treejax.audit.continuation import fresh, long_run, tightness
+from treejax.audit.continuation.calibration import calibrate, plain_of
+from treejax.audit.continuation.schedules import Course, compile_step, follow_schedule
+from treejax.audit.continuation.settings import FULL, SCHEDULES, Settings
+from treejax.audit.continuation.verdict import Tally
+from treejax.audit.envelope import LUMOTREE, Envelope
+from treejax.audit.faults.base import Fault
+from treejax.audit.prefixes import digest
+from treejax.audit.step import Subject
+from treejax.model import Model
+from treejax.steps.rules.match import Match
+
+__all__ = ["SCHEDULES", "Envelope", "Settings", "calibrate", "run"]
+
+Advance = Callable[[str, int, int], None]
+
+
+def silent(description: str, done: int, total: int) -> None:
+    """No progress is shown."""
+
+
+def run(
+    model: Model,
+    subjects: Sequence[Subject],
+    settings: Settings = FULL,
+    envelope: Envelope | None = None,
+    advance: Advance = silent,
+) -> Report:
+    """Audit every subject on held-out prefixes.
+
+    Args:
+      subjects: policies with drafters and rules, of any origin.
+      envelope: bounds that were calibrated before; None calibrates first, on prefixes of its own,
+        and the report says so.
+      advance: is told what runs, how much is done and how much there is.
+
+    Raises:
+      ValueError: one line: an envelope of another model, dtype, config or device, a subject whose
+        stream is not plain's, or settings that the model has no room for.
+    """
+    for subject in subjects:
+        _check_subject(subject, settings)
+    calibrated = envelope is None
+    advance("envelope", 0, len(subjects) + 1)
+    pool = ThreadPoolExecutor(max_workers=1)  # one program compiles while others run
+    ready = [pool.submit(compile_step, model, subject, settings) for subject in subjects]
+    if envelope is None:
+        envelope = calibrate(model, settings)
+    envelope.check_use(model)
+    frozen = envelope.digest
+    texts = settings.texts(model, "held-out")
+    if digest(texts) == envelope.provenance["prefixes"]:
+        raise ValueError("the envelope was calibrated on the held-out prefixes: change the seed")
+    checks: list[Check] = []
+    tables: list[Any] = []
+    facts: dict[str, Any] = {}
+    references: dict[Any, Any] = {}
+    for done, subject in enumerate(subjects, 1):
+        advance(subject.name, done, len(subjects) + 1)
+        if subject.drafter not in references:  # the last one alone: records are large
+            references = {subject.drafter: plain_of(model, texts, subject.drafter, settings)}
+        plain = references[subject.drafter]
+        ready[done - 1].result()
+        tally = Tally(model, subject, envelope)
+        course = Course(model, subject, texts, plain, settings)
+        ends = {name: follow_schedule(course, name, tally) for name in settings.schedules}
+        if settings.fresh_process:
+            fresh.continue_elsewhere(course, ends["resumed"], tally)
+        if settings.long_tokens:
+            long_run.run(
+                *(model, subject, settings, tally),
+                functools.partial(advance, f"{subject.name}, long run"),
+            )
+        checks += tally.checks
+        tables += [("largest distances", tuple(tally.rows()))]
+        if tally.left_out:
+            tables += [("left out", tuple(tally.left_out))]
+        if tally.drift:
+            tables += [("long run, by cycle", tuple(tally.drift))]
+        if settings.tightness:
+            last = ends[settings.schedules[-1]]
+            rows = tightness.smallest_caught(model, subject, plain, envelope, last)
+            tables += [("smallest perturbation caught", tuple(rows))]
+        facts[subject.name] = tally.facts
+    advance("continuation", len(subjects) + 1, len(subjects) + 1)
+    return Report(
+        checks=tuple(checks),
+        tables=(("envelope", tuple(_bounds(envelope))), *_merged(tables)),
+        facts={
+            "continuation": {
+                "settings": settings.as_dict(),
+                "envelope": frozen,
+                "calibrated": "in this run, before the held-out prefixes"
+                if calibrated
+                else "before",
+                "provenance": dict(envelope.provenance),
+                "controls": {name: dict(seen) for name, seen in envelope.controls.items()},
+                "held-out prefixes": digest(texts),
+                "dtype": jnp.dtype(model.dtype).name,
+                "device": jax.devices()[0].device_kind,
+                "subjects": facts,
+            }
+        },
+    )
+
+
+def _check_subject(subject: Subject, settings: Settings) -> None:
+    if subject.fault != Fault():
+        raise ValueError(
+            f"subject {subject.name!r} has a planted fault, expected none: the fault matrix "
+            "(audit.detection) plants them"
+        )
+    if not subject.rule.lossless:
+        raise ValueError(
+            f"rule {subject.rule.name!r} is lossy and its stream is not plain's, expected a "
+            "lossless rule: leave the rule out"
+        )
+    warm = np.any(np.asarray(settings.sampling.temperature) > 0)
+    if warm and not isinstance(subject.rule, Match):
+        raise ValueError(
+            f"rule {subject.rule.name!r} draws a stream of its own, expected 'match' when sampling "
+            "(the sampler audit is for the others)"
+        )
+
+
+def _bounds(envelope: Envelope) -> list[dict[str, Any]]:
+    """The envelope as a table: what the controls did, and the bounds, beside LumoTree's."""
+    rows = []
+    for surface in envelope.bounds:
+        row: dict[str, Any] = {"surface": surface}
+        seen = {name: control.get(surface) for name, control in envelope.controls.items()}
+        row |= {f"control {name}": value for name, value in seen.items()}
+        row |= {"smallest bound": min(envelope.bounds[surface], default=None)}
+        row |= {"largest bound": max(envelope.bounds[surface], default=None)}
+        if surface != "margin":
+            row["LumoTree"] = LUMOTREE["nats" if surface == "divergence" else "relative"]
+        rows.append(row)
+    return rows
+
+
+def _merged(tables: Sequence[tuple[str, tuple[Any, ...]]]) -> list[tuple[str, tuple[Any, ...]]]:
+    """Tables of one title as one."""
+    titles = dict.fromkeys(title for title, _ in tables)
+    return [(t, tuple(r for title, rows in tables if title == t for r in rows)) for t in titles]

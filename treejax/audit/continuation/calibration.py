@@ -1,0 +1,81 @@
+"""From the controls' distances to an envelope."""
+
+import datetime
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from treejax.audit.continuation.controls import DEPTH, head_drafter, run_controls
+from treejax.audit.continuation.settings import FULL, Settings
+from treejax.audit.envelope import Envelope, bounds_from, identity
+from treejax.audit.prefixes import digest
+from treejax.audit.reference import Plain, decode
+from treejax.drafters import Drafter
+from treejax.model import Model
+
+
+def calibrate(model: Model, settings: Settings = FULL) -> Envelope:
+    """An envelope from the calibration prefixes. No subject takes part, and no held-out prefix.
+
+    Raises:
+      ValueError: the controls differ in what must be equal, or by more than can be rounding.
+    """
+    texts, drafter = settings.texts(model, "calibration"), head_drafter(model)
+    plain = plain_of(model, texts, drafter, settings)
+    controls = run_controls(
+        *(model, texts, plain),
+        cycles=settings.cycles,
+        keys=settings.keys(),
+        sampling=settings.sampling,
+        max_length=settings.rows(model, DEPTH),
+        seed=settings.seed,
+    )
+    every: dict[str, list[np.ndarray]] = {}
+    seen: dict[str, dict[str, float]] = {}
+    for name, steps in controls.items():
+        for step in steps:
+            for surface, values in step.distances.items():
+                layers = by_layer(values)
+                every.setdefault(surface, []).append(layers)
+                largest = max(float(layers.max(initial=0.0)), seen.get(name, {}).get(surface, 0.0))
+                seen.setdefault(name, {})[surface] = largest
+    worst = {surface: np.stack(values).max(axis=0) for surface, values in every.items()}
+    dtype = jnp.dtype(model.dtype).name
+    provenance: dict[str, Any] = identity(model) | {
+        "prefixes": digest(texts),
+        "settings": settings.as_dict(),
+        "drafter": f"{drafter.name}:{drafter.shape.name}",
+        "treejax": version("treejax"),
+        "jax": jax.__version__,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+    return Envelope(bounds_from(dtype, worst, settings.factor), seen, provenance)
+
+
+def plain_of(
+    model: Model, texts: Sequence[Sequence[int]], drafter: Drafter, settings: Settings
+) -> Plain:
+    """Plain decoding of prefixes, as far as the cycles may need, with this drafter's memory."""
+    return decode(
+        *(model, texts, settings.tokens(depth_of(drafter))),
+        sampling=settings.sampling,
+        keys=settings.keys(),
+        max_length=settings.rows(model, depth_of(drafter)),
+        drafter=drafter,
+    )
+
+
+def depth_of(drafter: Drafter) -> int:
+    """The depth of trees that plain decoding must suffice for: the drafter's, or the controls'."""
+    return max(drafter.max_depth, DEPTH)
+
+
+def by_layer(values: np.ndarray) -> np.ndarray:
+    """[L] the largest of distances [B, L, ...]; of [B], one number."""
+    if values.ndim == 1:
+        return values.max(keepdims=True)
+    return np.moveaxis(values, 1, 0).reshape(values.shape[1], -1).max(axis=1)

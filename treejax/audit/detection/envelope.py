@@ -1,0 +1,73 @@
+"""The bounds that planted faults are judged by: the continuation audit's own, and one more for the
+logits of every row of a tree.
+
+Both come from controls, plain decoding done otherwise, on calibration texts; no fault and no
+subject under audit takes part. The control of rows is native decoding's verify of whole trees.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+
+from treejax.audit.continuation.calibration import by_layer, calibrate
+from treejax.audit.continuation.settings import Settings
+from treejax.audit.detection.bench import Bench
+from treejax.audit.detection.run import ROWS, Judge, row_distances
+from treejax.audit.envelope import bounds_from
+from treejax.audit.reference import NATIVE, engine_of
+from treejax.audit.step import Subject, cycle, never
+from treejax.audit.surfaces import measure
+from treejax.steps.rules import REGISTRY as RULES
+
+STATE = "R", "C", "new K", "old K"
+"""Surfaces for which the bench itself is a closer control than longer texts and other trees: the
+smaller of the two bounds holds."""
+
+FLOOR = 2**-18
+"""Under the bounds that come from the bench, in float32: 32 units in the last place. The envelope's
+own floor leaves room for longer texts and deeper trees than there are here."""
+
+
+def judge_of(bench: Bench, factor: float, controls: Settings | None) -> Judge:
+    """Bounds for faults, from a bench of calibration texts.
+
+    Args:
+      factor: of the bounds that come from the bench, over what its control showed.
+      controls: of the continuation audit, whose envelope is then calibrated; None takes native
+        decoding's verify of the bench's trees for the only control of all surfaces.
+    """
+    worst = _native(bench)
+    dtype = jnp.dtype(bench.model.dtype).name
+    near = bounds_from(dtype, worst, factor)
+    if dtype == "float32":
+        for name in (*STATE, ROWS):
+            near[name] = tuple((FLOOR + factor * np.ravel(worst[name])).tolist())
+    if controls is None:
+        return Judge(near)
+    bounds = dict(calibrate(bench.model, controls).bounds)
+    for name in STATE:
+        bounds[name] = tuple(np.minimum(bounds[name], near[name]).tolist())
+    return Judge({ROWS: near[ROWS], **bounds})
+
+
+def _native(bench: Bench) -> dict[str, np.ndarray]:
+    """The largest distances of native decoding's own verify, by surface and layer."""
+    subject = Subject(NATIVE, bench.drafter, RULES["match"])
+    engine = engine_of(subject, bench.start, bench.plain.tokens[:, 0])
+    settings = bench.sampling.prepared(bench.model.config.vocab_size)
+    worst: dict[str, np.ndarray] = {ROWS: np.zeros(1)}
+    for t in range(bench.steps):
+        before = engine
+        engine, shown = cycle(
+            *(bench.model.config, subject, bench.model.params, bench.weights, before, bench.keys),
+            *(settings, never(bench.batch), jnp.int32(t)),
+        )
+        worst[ROWS] = np.maximum(worst[ROWS], row_distances(bench, shown, t).max())
+        measured = measure(
+            *(bench.model, subject, bench.weights, before, engine, shown, bench.plain),
+            *(bench.offsets[t],),
+            keys=bench.keys,
+            sampling=bench.sampling,
+        )
+        for name, values in measured.distances.items():
+            worst[name] = np.maximum(worst.get(name, 0.0), by_layer(values))
+    return worst

@@ -1,0 +1,142 @@
+"""One engine, right or faulty, run over a bench and judged step by step against plain.
+
+The judge sees the engine's outputs and plain's record. Its bounds come from controls alone; a count
+(of wrong tokens, say) must be 0.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from treejax.audit.detection.bench import Bench
+from treejax.audit.faults import Strike
+from treejax.audit.memories import relative
+from treejax.audit.reference import engine_of
+from treejax.audit.step import Cycle, Engine, Subject, cycle, never
+from treejax.audit.surfaces import Measured, measure
+from treejax.shapes import Array
+
+ROWS = "row logits"
+"""The surface that is judged beside those of ``surfaces``: logits of all rows of the tree."""
+
+NARROW = "narrow numbers"
+"""What is counted beside: stored float32 vectors of which every number is one of bfloat16."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Judge:
+    """Bounds by surface, a number a layer or one; the name ``row logits`` among them."""
+
+    bounds: Mapping[str, tuple[float, ...]]
+
+    def decided(self, bench: Bench) -> np.ndarray:
+        """[B] sequences in whose text rounding cannot have decided anything."""
+        return bench.margins > self.bounds["margin"][0]
+
+    def findings(self, measured: Measured, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """By surface [B]: how many times its bound was reached; infinite where a count is not 0."""
+        made = {}
+        for name, distance in (*measured.distances.items(), (ROWS, rows)):
+            if name not in self.bounds:  # changes of single logits make the margin of a tie
+                continue
+            bound = np.asarray(self.bounds[name])
+            shape = [1, -1, *[1] * (distance.ndim - 2)] if len(bound) > 1 else [1] * distance.ndim
+            ratio = np.where(np.isfinite(distance), distance, np.inf) / bound.reshape(shape)
+            made[name] = ratio.reshape(len(ratio), -1).max(axis=1)
+        for name, count in measured.counts.items():
+            made[name] = np.where(count > 0, np.inf, 0.0)
+        return made
+
+
+@dataclasses.dataclass(frozen=True)
+class Caught:
+    """What became of B sequences.
+
+    Attributes:
+      struck: [B] sequences that a fault struck; without one, all in which anything could be said.
+      cycle: [B] the first step with a finding, -1 without one.
+      seen: the surfaces that were beyond their bounds then, a set a sequence.
+      ratio: [B] how many times its bound the clearest of them reached; 0 without one.
+    """
+
+    struck: np.ndarray
+    cycle: np.ndarray
+    seen: tuple[frozenset[str], ...]
+    ratio: np.ndarray
+
+    @property
+    def caught(self) -> np.ndarray:
+        return self.cycle >= 0
+
+    def among(self, sequences: np.ndarray) -> "Caught":
+        """The same of these sequences [B] alone."""
+        return dataclasses.replace(self, struck=self.struck & sequences)
+
+
+def run_bench(bench: Bench, subject: Subject, judge: Judge, strike: Strike | None = None) -> Caught:
+    """All steps, or as many as it takes until every struck sequence is caught."""
+    at = never(bench.batch) if strike is None else strike
+    struck = judge.decided(bench) if strike is None else np.asarray(at.cycle) >= 0
+    engine = engine_of(subject, bench.start, bench.plain.tokens[:, 0])
+    first, best = np.full(bench.batch, -1), np.zeros(bench.batch)
+    seen = [frozenset[str]() for _ in first]
+    for t in range(bench.steps):
+        before, offset = engine, bench.offsets[t]
+        engine, shown = one_step(bench, subject, before, at, t)
+        measured = measure(
+            *(bench.model, subject, bench.weights, before, engine, shown, bench.plain, offset),
+            keys=bench.keys,
+            sampling=bench.sampling,
+        )
+        measured.counts[NARROW] = np.asarray(narrow_vectors(engine.state.recurrent))
+        ratios = judge.findings(measured, row_distances(bench, shown, t))
+        table = np.stack(list(ratios.values()))  # [surfaces, B]
+        found = (table > 1).any(axis=0) & (first < 0) & judge.decided(bench)
+        for b in np.flatnonzero(found):
+            seen[b] = frozenset(name for name, ratio in ratios.items() if ratio[b] > 1)
+        first[found], best[found] = t, table.max(axis=0)[found]
+        if strike is not None and (first >= 0)[struck].all():
+            break
+    return Caught(struck, first, tuple(seen), best)
+
+
+def one_step(
+    bench: Bench, subject: Subject, engine: Engine, strike: Strike, t: int
+) -> tuple[Engine, Cycle]:
+    """Step ``t`` of the engine over the bench."""
+    settings = bench.sampling.prepared(bench.model.config.vocab_size)
+    return cycle(
+        *(bench.model.config, subject, bench.model.params, bench.weights, engine, bench.keys),
+        *(settings, strike, jnp.int32(t)),
+    )
+
+
+def row_distances(bench: Bench, shown: Cycle, t: int) -> np.ndarray:
+    """[B, N] relative L2 distances of the rows' logits from plain's; 0 in rows of another token
+    than was foreseen, which is a finding of its own."""
+    tokens = np.asarray(shown.tree.tokens)
+    far = relative(np.asarray(shown.logits), bench.logits[t], axes=(2,))
+    same = (tokens == bench.course.tokens[t]).all(axis=1, keepdims=True)
+    return np.where(same & (tokens >= 0), far, 0.0)
+
+
+@jax.jit
+def narrow_vectors(carry: Any) -> Array:
+    """[B] float32 vectors of a policy's carry that look as if they had been bfloat16.
+
+    A vector counts if it has eight numbers or more other than 0 and the low half of each is 0: by
+    chance that happens once in 2^128.
+    """
+    total = jnp.zeros((), jnp.int32)
+    for leaf in jax.tree.leaves(carry):
+        if leaf.dtype == jnp.float32 and leaf.ndim > 3:
+            bits = jax.lax.bitcast_convert_type(leaf, jnp.uint32)
+            there = (leaf != 0).sum(axis=-1) >= 8
+            narrow = there & (bits & jnp.uint32(0xFFFF) == 0).all(axis=-1)
+            axes = tuple(axis for axis in range(narrow.ndim) if axis != 1)
+            total = total + narrow.sum(axis=axes, dtype=jnp.int32)
+    return total
