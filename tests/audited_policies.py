@@ -96,13 +96,13 @@ class Leaking(WY):
 
 @dataclasses.dataclass(frozen=True)
 class ByProcess(WY):
-    """Outputs differ in processes that run one line of code, within rounding."""
+    """Outputs differ outside the process of the tests, within rounding."""
 
     name: ClassVar[str] = "by_process"
 
     def scan(self, carry, layer, operands, plan):
         made = super().scan(carry, layer, operands, plan)
-        units = 1 if sys.argv[0] == "-c" else 0
+        units = 0 if "pytest" in sys.modules else 1
         return made._replace(outputs=made.outputs * jnp.float32(1 + units * 2**-23))
 
 
