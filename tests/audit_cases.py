@@ -24,7 +24,7 @@ def bench_of(drafter, split="held-out"):
 
 def places(fault, policy, bench, among=None):
     """A strike in each of the sequences ``among`` [B] in which the fault shows."""
-    strike = draw_strikes(fault, policy, bench, 0, bench.margins > 0)
+    strike = draw_strikes(fault, policy, bench, (0,), bench.margins > 0)
     if among is None:
         return strike
     return strike.replace(cycle=np.where(among, strike.cycle, -1).astype(np.int32))

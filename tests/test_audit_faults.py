@@ -195,12 +195,12 @@ def test_strikes_are_reproducible_and_where_the_fault_shows():
     bench, policy = bench_of("scripted"), make_policy("ring", "xla")
     among = np.arange(bench.batch) != 1
     for fault in REGISTRY.values():
-        strike = draw_strikes(fault, policy, bench, 5, among)
+        strike = draw_strikes(fault, policy, bench, (5,), among)
         cycle = np.asarray(strike.cycle)
         assert (cycle >= 0).sum() >= 3 and cycle[1] == -1
         shown = fault.shows(policy, bench.course)
         assert all(shown[t, b] for b, t in enumerate(cycle) if t >= 0)
-        again = draw_strikes(fault, policy, bench, 5, among)
+        again = draw_strikes(fault, policy, bench, (5,), among)
         assert jax.tree.all(jax.tree.map(np.array_equal, strike, again))
 
 
@@ -209,7 +209,7 @@ def test_a_strike_that_changes_nothing_had_no_effect():
     bench, policy = bench_of("scripted"), make_policy("replay", "xla")
     fault = REGISTRY["conv gather skipped"]
     subject = Subject(policy, bench.drafter, RULES["match"], fault)
-    strike = draw_strikes(fault, policy, bench, 0, np.ones(bench.batch, bool))
+    strike = draw_strikes(fault, policy, bench, (0,), np.ones(bench.batch, bool))
     late = np.arange(bench.batch) == 2
     strike = strike.replace(cycle=np.where(late, bench.steps, strike.cycle).astype(np.int32))
     everyone = np.ones(bench.batch, bool)

@@ -12,9 +12,9 @@ import numpy as np
 
 from treejax.audit.base import Check, Report
 from treejax.audit.continuation import settings as continuation_settings
-from treejax.audit.detection.bench import Bench, prepare, script
+from treejax.audit.detection.bench import prepare, script
 from treejax.audit.detection.envelope import judge_of
-from treejax.audit.detection.run import Caught, run_bench
+from treejax.audit.detection.run import Caught, joined, run_bench
 from treejax.audit.detection.strikes import draw_strikes, had_effect
 from treejax.audit.detection.toy import toy
 from treejax.audit.faults import REGISTRY, Fault
@@ -22,7 +22,7 @@ from treejax.audit.faults.anyone import AnyOf
 from treejax.audit.faults.convolution import History
 from treejax.audit.prefixes import prefixes
 from treejax.audit.step import Subject
-from treejax.drafters import MTP
+from treejax.drafters import MTP, Drafter
 from treejax.model import Model
 from treejax.policies import make_policy
 from treejax.steps.rules import REGISTRY as RULES
@@ -36,8 +36,8 @@ POWER = 0.99
 CONTROLS = continuation_settings.Settings(prefixes=6, length=40, shorter=2)
 """Of the envelope: prefixes as short as the texts here, which rounding has less time to move."""
 
-CALIBRATING = 24
-"""Texts at most on which native decoding's verify of whole trees is the control."""
+LOT = 30
+"""Sequences at most that run side by side: a program with every fault in it needs room."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,44 +115,55 @@ def run(
     advance("calibration", done, total)
     heat = settings.temperature
     steps, scripted = len(settings.schedule), script(settings.tree, settings.schedule)
-    few, rest = min(settings.batch, CALIBRATING), (settings.length, settings.seed)
-    texts = prefixes(model, "calibration", few, *rest)
+    lots = -(-settings.batch // LOT)
+    size = -(-settings.batch // lots)
+    texts = prefixes(model, "calibration", size, settings.length, settings.seed)
     judge = judge_of(
         prepare(model, scripted, texts, steps, heat), settings.factor, settings.controls
     )
-    texts = prefixes(model, "held-out", settings.batch, *rest)
+    texts = prefixes(model, "held-out", lots * size, settings.length, settings.seed)
     for drafted in needed:
         done += 1
         advance("plain decoding", done, total)
         drafter = MTP(settings.tree) if drafted else scripted
-        benches[drafted] = prepare(model, drafter, texts, steps, heat)
+        benches[drafted] = [
+            prepare(model, drafter, texts[lot * size :][:size], steps, heat) for lot in range(lots)
+        ]
     done += 1
 
     def caught(drafted: bool, name: str, fault: Fault | None) -> Caught:
-        bench, policy = benches[drafted], make_policy(name, "xla")
+        policy, benched = make_policy(name, "xla"), benches[drafted]
+        drafter = benched[0].drafter
+        right = Subject(policy, drafter, RULES["match"])
         if fault is None:
-            return run_bench(bench, Subject(policy, bench.drafter, RULES["match"]), judge)
+            return joined([run_bench(bench, right, judge) for bench in benched])
         together = AnyOf(
             "faults", faults=tuple(f for f, p in plan if f.drafted == drafted and p == name)
         )
-        together.check(model.config, policy, bench.drafter)
-        subject = Subject(policy, bench.drafter, RULES["match"], together)
-        strike = draw_strikes(fault, policy, bench, settings.seed, judge.decided(bench))
-        strike = together.strike(fault, strike)
-        made = run_bench(bench, subject, judge, strike)
-        real = had_effect(bench, subject, strike, made.struck & ~made.caught) & made.struck
-        return made.among(real & (np.cumsum(real) <= settings.seeds))
+        together.check(model.config, policy, drafter)
+        subject, parts = dataclasses.replace(right, fault=together), []
+        for lot, bench in enumerate(benched):
+            seed = settings.seed, lot
+            strike = draw_strikes(fault, policy, bench, seed, judge.decided(bench))
+            strike = together.strike(fault, strike)
+            made = run_bench(bench, subject, judge, strike)
+            missed = made.struck & ~made.caught
+            parts.append(made.among(had_effect(bench, subject, strike, missed)))
+        made = joined(parts)
+        return made.among(np.cumsum(made.struck) <= settings.seeds)
 
     alarms, rows = [], []
     for drafted, policy in clean:
         advance(f"no fault under {policy}", done, total)
         done += 1
-        alarms.append(_row(Fault(), policy, benches[drafted], caught(drafted, policy, None)))
+        alarms.append(
+            _row(Fault(), policy, benches[drafted][0].drafter, caught(drafted, policy, None))
+        )
     for fault, policy in plan:
         advance(f"{fault.name} under {policy}", done, total)
         done += 1
         made = caught(fault.drafted, policy, fault)
-        rows.append(_row(fault, policy, benches[fault.drafted], made))
+        rows.append(_row(fault, policy, benches[fault.drafted][0].drafter, made))
     checks = [_alarm(row) for row in alarms] + [_power(row) for row in rows]
     tables = (
         ("Planted faults of the engine", tuple(map(_shown, rows))),
@@ -185,14 +196,14 @@ def _named(name: str) -> Fault:
     return REGISTRY[name]
 
 
-def _row(fault: Fault, policy: str, bench: Bench, made: Caught) -> dict[str, Any]:
+def _row(fault: Fault, policy: str, drafter: Drafter, made: Caught) -> dict[str, Any]:
     """One line of the matrix."""
     caught = made.caught & made.struck
     surfaces = Counter(name for b in np.flatnonzero(caught) for name in made.seen[b])
     return {
         "fault": fault.name,
         "policy": policy,
-        "drafter": bench.drafter.name,
+        "drafter": drafter.name,
         "seeds": int(made.struck.sum()),
         "caught": int(caught.sum()),
         "seen in": dict(surfaces.most_common()),

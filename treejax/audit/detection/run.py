@@ -5,7 +5,7 @@ The judge sees the engine's outputs and plain's record. Its bounds come from con
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -75,6 +75,16 @@ class Caught:
     def among(self, sequences: np.ndarray) -> "Caught":
         """The same of these sequences [B] alone."""
         return dataclasses.replace(self, struck=self.struck & sequences)
+
+
+def joined(parts: Sequence[Caught]) -> Caught:
+    """Several lots as one."""
+    return Caught(
+        struck=np.concatenate([part.struck for part in parts]),
+        cycle=np.concatenate([part.cycle for part in parts]),
+        seen=tuple(seen for part in parts for seen in part.seen),
+        ratio=np.concatenate([part.ratio for part in parts]),
+    )
 
 
 def run_bench(bench: Bench, subject: Subject, judge: Judge, strike: Strike | None = None) -> Caught:

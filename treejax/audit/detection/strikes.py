@@ -21,14 +21,14 @@ lies as far from itself, and nothing that is nearer is wrong."""
 
 
 def draw_strikes(
-    fault: Fault, policy: Policy, bench: Bench, seed: int, among: np.ndarray
+    fault: Fault, policy: Policy, bench: Bench, seed: tuple[int, ...], among: np.ndarray
 ) -> Strike:
     """A random place in each of the sequences ``among`` [B], in a step in which the fault shows.
 
     Sequences in which it never would are passed over.
     """
     shows = fault.shows(policy, bench.course) & among
-    random = np.random.default_rng([seed, zlib.crc32(fault.name.encode())])
+    random = np.random.default_rng([*seed, zlib.crc32(fault.name.encode())])
     chance = np.where(shows, random.random(shows.shape), -1.0)
     cycle = np.where(shows.any(axis=0), chance.argmax(axis=0), -1)
     places = random.integers(1 << 16, size=(3, bench.batch))
