@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from treejax.ablation import EXPERIMENTS, Cell, Context, Experiment
-from treejax.ablation.base import RED, Advance, select_arms
+from treejax.ablation.base import RED, select_arms
 from treejax.ablation.figures import HINT, can_draw
 from treejax.ablation.plan import plan_table
 from treejax.ablation.report import (
@@ -33,7 +33,7 @@ from treejax.ablation.rows import RowFile, missing, read_rows
 from treejax.cli.cache import use_compilation_cache
 from treejax.cli.guard import INTERRUPTED, Parser, run_command, say
 from treejax.cli.kernels import CHOICES
-from treejax.cli.progress import progress
+from treejax.cli.progress import Advance, progress
 from treejax.config import read_toml
 
 NAME = "treejax.ablate"

@@ -15,7 +15,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -27,6 +26,7 @@ from treejax.cli.cache import use_compilation_cache
 from treejax.cli.guard import Parser, run_command, say
 from treejax.cli.kernels import CHOICES, choose_implementation
 from treejax.cli.passages import read_passages
+from treejax.cli.progress import Advance
 from treejax.drafters import parse
 from treejax.loop import DEFAULT_DRAFTER, DEFAULT_TREE
 from treejax.policies import REGISTRY as POLICIES
@@ -162,10 +162,6 @@ def measure(task: Task, arms: Sequence[Arm], repeats: int) -> dict[str, compare_
             advance(f"timing {timing[0]}", len(timings), total)
             timings.append(timing)
     return pool_rates(timings)
-
-
-class Advance(Protocol):
-    def __call__(self, description: str, done: int, total: int, /) -> None: ...
 
 
 @contextmanager

@@ -11,6 +11,8 @@ from typing import Any, ClassVar, Protocol
 
 from rich.table import Table
 
+from treejax.cli.progress import Advance
+
 type Row = dict[str, Any]
 """One measured cell: ``arm``, ``repeat``, the entries of the cell's key, ``gate``, ``problem`` (why
 it is red or not run, else None), and the measures. A name with a part "s", "ms" or "us"
@@ -43,12 +45,6 @@ class Cell:
         """The cell's row."""
         head: Row = {"arm": self.arm, **self.key, "repeat": self.repeat}
         return head | {"gate": gate, "problem": problem} | (measures or {})
-
-
-class Advance(Protocol):
-    """Says how far the work is: ``done`` of ``total``, in any unit."""
-
-    def __call__(self, description: str, done: int, total: int, /) -> None: ...
 
 
 class Say(Protocol):

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from treejax.audit.asked import Asked
-from treejax.audit.base import Report
-from treejax.audit.work import Advance, Work, silent
+from treejax.audit.base import Report, silent
+from treejax.audit.work import Work
+from treejax.cli.progress import Advance
 from treejax.model import Model
 
 

@@ -15,9 +15,8 @@ from treejax.audit.plan import Plan, make_plan
 from treejax.audit.provenance import audited, made_with
 from treejax.audit.sampler import detection as sampler_detection
 from treejax.checkpoint import load_model
+from treejax.cli.progress import Advance
 from treejax.model import Model
-
-Advance = Callable[[str, int, int], None]
 
 _SETTINGS: dict[str, Any] = {
     "component": component.Settings,
@@ -33,10 +32,6 @@ _SEEDS = {"sampler faults": "fault_seeds"}  # what "seeds" is called there
 
 class OutOfTime(Exception):
     """The time limit has passed."""
-
-
-def silent(description: str, done: int, total: int) -> None:
-    """Progress that nobody is told."""
 
 
 @dataclasses.dataclass

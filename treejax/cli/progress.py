@@ -2,8 +2,9 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -12,12 +13,15 @@ from treejax.cli.guard import say
 
 _QUIET_S = 30.0  # between two lines where there is no terminal
 
-type Tell = Callable[[str, int, int], None]
-"""Called with what is being done, and how much of how much is done."""
+
+class Advance(Protocol):
+    """Says how far the work is: ``done`` of ``total``, in any unit."""
+
+    def __call__(self, description: str, done: int, total: int, /) -> None: ...
 
 
 @contextmanager
-def progress(name: str, terminal: bool | None = None) -> Iterator[Tell]:
+def progress(name: str, terminal: bool | None = None) -> Iterator[Advance]:
     """A bar with the time left on stderr; where that is no terminal, lines of the command ``name``.
 
     ``terminal`` None asks stderr. Work that comes in parts may give each a total of its own.
@@ -36,7 +40,7 @@ def progress(name: str, terminal: bool | None = None) -> Iterator[Tell]:
         yield advance
 
 
-def _lines(name: str) -> Tell:
+def _lines(name: str) -> Advance:
     last = time.monotonic()
     part: tuple[float, int, int] | None = None  # when it began, what was done by then, of how much
 

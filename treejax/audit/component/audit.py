@@ -8,13 +8,13 @@ and the share of planted mistakes that is caught.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from treejax.audit.base import Check, Report
+from treejax.audit.base import Check, Report, silent
 from treejax.audit.component.block import WIDE, Block, Case, run_block
 from treejax.audit.component.controls import FAULTS, POISONS, Scene, Stand, poisoned
 from treejax.audit.component.operands import HYDRA, plant
@@ -34,9 +34,9 @@ from treejax.audit.component.tally import (
     protocol_row,
 )
 from treejax.audit.component.truth import Nodes, Step, errors, same_bits
+from treejax.cli.progress import Advance
 from treejax.policies import Policy
 
-Advance = Callable[[str, int, int], None]
 FULL = Settings()
 SPLITS = ("calibration", "held-out")
 INACTIVE = (
@@ -44,10 +44,6 @@ INACTIVE = (
     "rows too; as served, 28 rows are active and the four inactive ones are no cells: that they "
     "change nothing is a control"
 )
-
-
-def silent(description: str, done: int, total: int) -> None:
-    """Progress that nobody asked for."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ paper, with bounds that are calibrated by layer). Tokens, lengths and old attent
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treejax.audit.base import Check, Report
+from treejax.audit.base import Check, Report, silent
 from treejax.audit.continuation import fresh, long_run, tightness
 from treejax.audit.continuation.calibration import calibrate, plain_of
 from treejax.audit.continuation.schedules import Course, compile_step, follow_schedule
@@ -24,16 +24,11 @@ from treejax.audit.envelope import LUMOTREE, Envelope
 from treejax.audit.faults.base import Fault
 from treejax.audit.prefixes import digest
 from treejax.audit.step import Subject
+from treejax.cli.progress import Advance
 from treejax.model import Model
 from treejax.steps.rules.match import Match
 
 __all__ = ["SCHEDULES", "Envelope", "Settings", "calibrate", "run"]
-
-Advance = Callable[[str, int, int], None]
-
-
-def silent(description: str, done: int, total: int) -> None:
-    """No progress is shown."""
 
 
 def run(

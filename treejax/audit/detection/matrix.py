@@ -5,12 +5,12 @@ decoding alone, must catch it; it must find nothing in engines without a fault.
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
-from treejax.audit.base import Check, Report
+from treejax.audit.base import Check, Report, silent
 from treejax.audit.continuation import settings as continuation_settings
 from treejax.audit.detection.bench import prepare, script
 from treejax.audit.detection.envelope import judge_of
@@ -22,12 +22,11 @@ from treejax.audit.faults.anyone import AnyOf
 from treejax.audit.faults.convolution import History
 from treejax.audit.prefixes import prefixes
 from treejax.audit.step import Subject
+from treejax.cli.progress import Advance
 from treejax.drafters import MTP, Drafter
 from treejax.model import Model
 from treejax.policies import make_policy
 from treejax.steps.rules import REGISTRY as RULES
-
-Advance = Callable[[str, int, int], None]
 
 POWER = 0.99
 """The share of seeds in which a fault must be caught."""
@@ -85,10 +84,6 @@ class Settings:
         faults = tuple(name for name, fault in REGISTRY.items() if not fault.drafted)
         policies, other = ("ring",), "ring"
         return cls(5, faults, policies, other, controls=None, on_toy=True)
-
-
-def silent(description: str, done: int, total: int) -> None:
-    """Progress that nobody is told."""
 
 
 def run(

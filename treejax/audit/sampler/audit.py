@@ -2,7 +2,7 @@
 
 Three proofs for each rule and each way to draft that it serves: every outcome of small trees
 enumerated in float64; many walks of many steps held against exact laws by G-tests; and for
-``match`` equality with plain draws, token for token. ``sampler_detection`` shows what they catch.
+``match`` equality with plain draws, token for token. ``detection`` shows what they catch.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from treejax.audit.base import Check, Report
+from treejax.audit.base import Check, Report, silent
 from treejax.audit.prefixes import prefixes
 from treejax.audit.sampler.capture import capture
 from treejax.audit.sampler.detection import detect
@@ -26,18 +26,11 @@ from treejax.audit.sampler.enumeration import (
     ordered_trees,
 )
 from treejax.audit.sampler.faults.base import Sampler
-from treejax.audit.sampler.settings import (
-    AUDIT,
-    FULL,
-    Advance,
-    Settings,
-    carry_out,
-    name_of,
-    silent,
-)
+from treejax.audit.sampler.settings import AUDIT, FULL, Settings, carry_out, name_of
 from treejax.audit.sampler.streams import different_streams
 from treejax.audit.sampler.walks import Outcome, g_tests, keys_of, take_walks
 from treejax.audit.sampler.worlds import DESIGNED, World
+from treejax.cli.progress import Advance
 from treejax.model import Model
 from treejax.steps.rules.base import CoinRule, Rule
 from treejax.steps.rules.match import Match

@@ -7,24 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from treejax.audit.base import Check, Report
+from treejax.audit.base import Check, Report, silent
 from treejax.audit.prefixes import prefixes
 from treejax.audit.sampler.capture import capture
 from treejax.audit.sampler.enumeration import EXACT, Toy, coin_distance
 from treejax.audit.sampler.faults import REGISTRY
 from treejax.audit.sampler.faults.base import Bent, Sampler, SamplerFault
-from treejax.audit.sampler.settings import (
-    AUDIT,
-    FULL,
-    Advance,
-    Settings,
-    carry_out,
-    name_of,
-    silent,
-)
+from treejax.audit.sampler.settings import AUDIT, FULL, Settings, carry_out, name_of
 from treejax.audit.sampler.streams import different_streams
 from treejax.audit.sampler.walks import Outcome, g_tests, keys_of, take_walks
 from treejax.audit.sampler.worlds import DESIGNED, P, Q, World, made_up
+from treejax.cli.progress import Advance
 from treejax.model import Model
 from treejax.steps.rules.base import CoinRule
 from treejax.steps.rules.match import Match

@@ -7,11 +7,10 @@ from typing import Any
 
 from treejax.audit.sampler.faults.base import Sampler
 from treejax.audit.sampler.worlds import DESIGNED
+from treejax.cli.progress import Advance
 
 AUDIT = "sampler"
 _WORKERS = 2  # one program compiles while another walks
-
-type Advance = Callable[[str, int, int], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,10 +72,6 @@ class Settings:
 
 
 FULL = Settings()
-
-
-def silent(description: str, done: int, total: int) -> None:
-    """Progress that nobody reads."""
 
 
 def name_of(sampler: Sampler) -> str:
