@@ -14,7 +14,7 @@ PACKAGE, KERNELS = ROOT / "treejax", ROOT / "pallas_kernels"
 
 # From the bottom up. A module may import from the lines above its own, and from its own line.
 LAYERS = [
-    "shapes config stats text tensors",
+    "shapes config stats text tensors progress",
     "tree sampling processing history settings delta_rule parameters",
     "paths policies",
     "state layers",

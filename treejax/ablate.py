@@ -33,8 +33,9 @@ from treejax.ablation.rows import RowFile, missing, read_rows
 from treejax.cli.cache import use_compilation_cache
 from treejax.cli.guard import INTERRUPTED, Parser, run_command, say
 from treejax.cli.kernels import CHOICES
-from treejax.cli.progress import Advance, progress
+from treejax.cli.progress import progress
 from treejax.config import read_toml
+from treejax.progress import Advance
 
 NAME = "treejax.ablate"
 _OPTIONS = ("wheel", "checkpoint", "dtype", "implementation", "requests")

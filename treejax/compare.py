@@ -26,11 +26,11 @@ from treejax.cli.cache import use_compilation_cache
 from treejax.cli.guard import Parser, run_command, say
 from treejax.cli.kernels import CHOICES, choose_implementation
 from treejax.cli.passages import read_passages
-from treejax.cli.progress import Advance
 from treejax.drafters import parse
 from treejax.loop import DEFAULT_DRAFTER, DEFAULT_TREE
 from treejax.policies import REGISTRY as POLICIES
 from treejax.policies.choose import DEFAULT
+from treejax.progress import Advance
 from treejax.requests import make_requests
 
 NAME = "treejax.compare"

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol
 
 from rich.table import Table
 
-from treejax.cli.progress import Advance
+from treejax.progress import Advance
 
 type Row = dict[str, Any]
 """One measured cell: ``arm``, ``repeat``, the entries of the cell's key, ``gate``, ``problem`` (why

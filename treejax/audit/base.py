@@ -117,7 +117,3 @@ class Report:
         from treejax.audit import page
 
         return page.short(self)
-
-
-def silent(description: str, done: int, total: int, /) -> None:
-    """Progress that nobody is told."""

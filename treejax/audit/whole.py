@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from treejax.audit.asked import Asked
-from treejax.audit.base import Report, silent
+from treejax.audit.base import Report
 from treejax.audit.work import Work
-from treejax.cli.progress import Advance
 from treejax.model import Model
+from treejax.progress import Advance, silent
 
 
 def run(

@@ -15,8 +15,8 @@ from treejax.audit.plan import Plan, make_plan
 from treejax.audit.provenance import audited, made_with
 from treejax.audit.sampler import detection as sampler_detection
 from treejax.checkpoint import load_model
-from treejax.cli.progress import Advance
 from treejax.model import Model
+from treejax.progress import Advance
 
 _SETTINGS: dict[str, Any] = {
     "component": component.Settings,

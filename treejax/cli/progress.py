@@ -4,20 +4,14 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from treejax.cli.guard import say
+from treejax.progress import Advance
 
 _QUIET_S = 30.0  # between two lines where there is no terminal
-
-
-class Advance(Protocol):
-    """Says how far the work is: ``done`` of ``total``, in any unit."""
-
-    def __call__(self, description: str, done: int, total: int, /) -> None: ...
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from treejax.audit.base import Check, Report, silent
+from treejax.audit.base import Check, Report
 from treejax.audit.component.block import WIDE, Block, Case, run_block
 from treejax.audit.component.controls import FAULTS, POISONS, Scene, Stand, poisoned
 from treejax.audit.component.operands import HYDRA, plant
@@ -34,8 +34,8 @@ from treejax.audit.component.tally import (
     protocol_row,
 )
 from treejax.audit.component.truth import Nodes, Step, errors, same_bits
-from treejax.cli.progress import Advance
 from treejax.policies import Policy
+from treejax.progress import Advance, silent
 
 FULL = Settings()
 SPLITS = ("calibration", "held-out")

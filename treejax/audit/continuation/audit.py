@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treejax.audit.base import Check, Report, silent
+from treejax.audit.base import Check, Report
 from treejax.audit.continuation import fresh, long_run, tightness
 from treejax.audit.continuation.calibration import calibrate, plain_of
 from treejax.audit.continuation.schedules import Course, compile_step, follow_schedule
@@ -24,8 +24,8 @@ from treejax.audit.envelope import LUMOTREE, Envelope
 from treejax.audit.faults.base import Fault
 from treejax.audit.prefixes import digest
 from treejax.audit.step import Subject
-from treejax.cli.progress import Advance
 from treejax.model import Model
+from treejax.progress import Advance, silent
 from treejax.steps.rules.match import Match
 
 __all__ = ["SCHEDULES", "Envelope", "Settings", "calibrate", "run"]

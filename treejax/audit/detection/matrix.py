@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from treejax.audit.base import Check, Report, silent
+from treejax.audit.base import Check, Report
 from treejax.audit.continuation import settings as continuation_settings
 from treejax.audit.detection.bench import prepare, script
 from treejax.audit.detection.envelope import judge_of
@@ -22,10 +22,10 @@ from treejax.audit.faults.anyone import AnyOf
 from treejax.audit.faults.convolution import History
 from treejax.audit.prefixes import prefixes
 from treejax.audit.step import Subject
-from treejax.cli.progress import Advance
 from treejax.drafters import MTP, Drafter
 from treejax.model import Model
 from treejax.policies import make_policy
+from treejax.progress import Advance, silent
 from treejax.steps.rules import REGISTRY as RULES
 
 POWER = 0.99

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from treejax.audit.base import Check, Report, silent
+from treejax.audit.base import Check, Report
 from treejax.audit.prefixes import prefixes
 from treejax.audit.sampler.capture import capture
 from treejax.audit.sampler.enumeration import EXACT, Toy, coin_distance
@@ -17,8 +17,8 @@ from treejax.audit.sampler.settings import AUDIT, FULL, Settings, carry_out, nam
 from treejax.audit.sampler.streams import different_streams
 from treejax.audit.sampler.walks import Outcome, g_tests, keys_of, take_walks
 from treejax.audit.sampler.worlds import DESIGNED, P, Q, World, made_up
-from treejax.cli.progress import Advance
 from treejax.model import Model
+from treejax.progress import Advance, silent
 from treejax.steps.rules.base import CoinRule
 from treejax.steps.rules.match import Match
 

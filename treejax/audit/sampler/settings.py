@@ -7,7 +7,7 @@ from typing import Any
 
 from treejax.audit.sampler.faults.base import Sampler
 from treejax.audit.sampler.worlds import DESIGNED
-from treejax.cli.progress import Advance
+from treejax.progress import Advance
 
 AUDIT = "sampler"
 _WORKERS = 2  # one program compiles while another walks
