@@ -17,6 +17,7 @@ from treejax.drafters.scripted import Script
 from treejax.model import Model
 from treejax.sampling import Sampling, per_sequence
 from treejax.shapes import Array
+from treejax.tree import Tree
 
 
 def relative(mine: np.ndarray, theirs: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
@@ -79,11 +80,9 @@ def compare_drafters(
     how = model.config, subject.drafter, weights
     settings = sampling.prepared(model.config.vocab_size)
     rest = jnp.asarray(length, jnp.int32), jnp.asarray(pending), keys, settings
-    mine, proposed = _propose(*how, memory, *rest)
-    want, expected = _propose(*how, theirs, *rest)
-    other = np.zeros(len(rows), np.int64)
-    for a, b in zip(proposed, expected, strict=True):
-        other += (np.asarray(a) != np.asarray(b)).reshape(len(rows), -1).sum(axis=1)
+    proposed, mine = propose(*how, memory, *rest)
+    expected, want = propose(*how, theirs, *rest)
+    other = _different(proposed, expected)
     near = np.zeros(len(rows))
     for a, b in zip(heads(mine), heads(want), strict=True):
         near = np.maximum(near, cache_distance(a, b, length))
@@ -118,7 +117,7 @@ def _with_experience(plain: Any, mine: Any) -> Any:
 
 
 @functools.partial(jax.jit, static_argnames=("config", "drafter"))
-def _propose(
+def propose(
     config: ModelConfig,
     drafter: Any,
     weights: Any,
@@ -127,18 +126,32 @@ def _propose(
     pending: Array,
     keys: Array,
     sampling: Sampling,
-) -> tuple[Any, tuple[Array, ...]]:
-    """The drafter's memory after proposing, and tokens, parents and sizes."""
+) -> tuple[Tree, Any]:
+    """The trees that a drafter proposes after ``length`` [B] tokens, and its memory then.
+
+    Args:
+      pending: [B] tokens, the roots; keys: [B] of the sequences.
+      sampling: the target's settings, prepared.
+    """
     own, *_ = per_sequence(len(length), sampling, keys, length, config.vocab_size)
     draft = Draft(weights=weights, memory=memory, config=config, sampling=own)
     tree, _, draft = drafter.propose(draft, _Prefix(length), pending, keys)
-    return draft.memory, (tree.tokens, tree.parent, tree.size)
+    return tree, draft.memory
 
 
 class _Prefix(NamedTuple):
     """What drafters read of a state."""
 
     length: Array
+
+
+def _different(tree: Tree, other: Tree) -> np.ndarray:
+    """[B] tokens, parents and sizes in which two trees differ."""
+    count = np.zeros(tree.batch, np.int64)
+    for name in ("tokens", "parent", "size"):
+        differ = np.asarray(getattr(tree, name)) != np.asarray(getattr(other, name))
+        count += differ.reshape(tree.batch, -1).sum(axis=1)
+    return count
 
 
 def heads(memory: Any) -> list[HeadMemory]:
@@ -190,11 +203,10 @@ def fragile(
             noisy[name] = jnp.asarray(np.asarray(leaf, np.float64) * noise, leaf.dtype)
         return head.replace(**noisy)
 
-    _, expected = _propose(*how, theirs, *rest)
+    expected, _ = propose(*how, theirs, *rest)
     found = np.zeros(len(offset), bool)
     for _ in range(tries):
         moved = jax.tree.map(shaken, theirs, is_leaf=lambda node: isinstance(node, HeadMemory))
-        _, proposed = _propose(*how, moved, *rest)
-        for a, b in zip(proposed, expected, strict=True):
-            found |= (np.asarray(a) != np.asarray(b)).reshape(len(offset), -1).any(axis=1)
+        proposed, _ = propose(*how, moved, *rest)
+        found |= _different(proposed, expected) > 0
     return found

@@ -5,9 +5,8 @@ from plain's own record, and the paths plain's own tokens in them.
 """
 
 import dataclasses
-import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +14,13 @@ import numpy as np
 
 from treejax.audit.detection.rows import row_logits
 from treejax.audit.faults import Course
+from treejax.audit.memories import memory_at, propose
 from treejax.audit.reference import Plain, Start, decode_from, take_in
 from treejax.audit.surfaces import right_path
-from treejax.config import ModelConfig
 from treejax.drafters import Drafter
-from treejax.drafters.base import Draft
 from treejax.drafters.scripted import Script, Scripted
 from treejax.model import Model
-from treejax.sampling import Sampling, per_sequence
+from treejax.sampling import Sampling
 from treejax.shapes import Array
 from treejax.tree import Tree, describe
 
@@ -96,14 +94,14 @@ def prepare(
 
     offset, everyone = np.zeros(batch, np.int64), np.arange(batch)
     offsets, paths, trees = [], [], []
+    how, settings = (model.config, drafter, weights), sampling.prepared(model.config.vocab_size)
     for t in range(steps):
-        memory = jax.tree.map(functools.partial(_entry, offset=offset), plain.memory)
+        memory = memory_at(plain, offset, everyone)
         if isinstance(memory, Script):
             memory = memory.replace(step=jnp.full(batch, t, jnp.int32))
         length = jnp.asarray(plain.start + offset, jnp.int32)
         pending = jnp.asarray(plain.tokens[everyone, offset])
-        settings = sampling.prepared(model.config.vocab_size)
-        tree = _propose(model.config, drafter, weights, memory, length, pending, keys, settings)
+        tree, _ = propose(*how, memory, length, pending, keys, settings)
         path = right_path(tree, plain, offset, everyone)
         offsets.append(offset)
         paths.append(path)
@@ -141,32 +139,6 @@ def _tails(
         for t, offset in enumerate(offsets[:, b]):
             tails[t, b] = text[len(prompt) + offset :][:width]
     return tails
-
-
-class _Prefix(NamedTuple):
-    """What drafters read of a state."""
-
-    length: Array
-
-
-def _entry(leaf: np.ndarray, offset: np.ndarray) -> Array:
-    return jnp.asarray(leaf[offset, np.arange(len(offset))])
-
-
-@functools.partial(jax.jit, static_argnames=("config", "drafter"))
-def _propose(
-    config: ModelConfig,
-    drafter: Any,
-    weights: Any,
-    memory: Any,
-    length: Array,
-    pending: Array,
-    keys: Array,
-    sampling: Sampling,
-) -> Tree:
-    own, *_ = per_sequence(len(length), sampling, keys, length, config.vocab_size)
-    draft = Draft(weights=weights, memory=memory, config=config, sampling=own)
-    return drafter.propose(draft, _Prefix(length), pending, keys)[0]
 
 
 @jax.jit
