@@ -20,7 +20,7 @@ from treejax.families import config_from_hf, entries_of, get_family
 from treejax.families.common import token_ids
 from treejax.families.entries import leaves_by_path
 from treejax.model import Model
-from treejax.parameters import abstract
+from treejax.parameters import abstract, fuse
 from treejax.tensors import StoredTensors, read_json
 
 __all__ = ["SHIPPED", "LoadSummary", "load_model", "save_model"]
@@ -57,7 +57,9 @@ class LoadSummary:
         return text + (f", {len(self.skipped)} vision tensors skipped" if self.skipped else "")
 
 
-def load_model(path_or_name: str | Path | None = None, dtype: str = "float32") -> Model:
+def load_model(
+    path_or_name: str | Path | None = None, dtype: str = "float32", fused: bool = False
+) -> Model:
     """Load a model from a Hugging Face folder, or one that ships with the package.
 
     Args:
@@ -65,6 +67,8 @@ def load_model(path_or_name: str | Path | None = None, dtype: str = "float32") -
         and perhaps ``tokenizer.json``; or a name of ``SHIPPED``; None for the first of these.
       dtype: ``"float32"`` or ``"bfloat16"``. ``A_log``, ``dt_bias`` and the gated norm are float32
         always.
+      fused: lay projections that share an input side by side (``treejax.parameters.fuse``), which
+        decodes faster on a GPU. Not for training.
 
     Returns:
       The model, its parameters on the default device. ``model.summary`` is a ``LoadSummary``.
@@ -80,7 +84,7 @@ def load_model(path_or_name: str | Path | None = None, dtype: str = "float32") -
     stored = StoredTensors(folder)
     config = _settle_mtp(_read_config(folder), stored)
     params, used, skipped = _read_parameters(config, stored, dtype)
-    params = jax.device_put(params)
+    params = jax.device_put(fuse(params) if fused else params)
     leaves = jax.tree.leaves(params)
     summary = LoadSummary(
         parameters=sum(leaf.size for leaf in leaves),

@@ -16,7 +16,7 @@ import numpy as np
 from treejax.families import config_to_hf, entries_of, get_family
 from treejax.families.entries import leaves_by_path
 from treejax.model import Model
-from treejax.parameters import abstract
+from treejax.parameters import abstract, unfuse
 from treejax.tensors import WRITTEN, write_json, write_tensors
 
 # A stale generation_config.json would add its end tokens; config.json has those of the model.
@@ -71,7 +71,7 @@ def _pack(model: Model) -> dict[str, np.ndarray]:
 
 def _checked_values(model: Model) -> dict[tuple, np.ndarray]:
     wanted = leaves_by_path(abstract(model.config, model.dtype))
-    given = leaves_by_path(model.params)
+    given = leaves_by_path(unfuse(model.params))
     for path in sorted(wanted.keys() ^ given.keys(), key=str):
         state = "missing" if path in wanted else "not part of the configuration"
         raise ValueError(f"parameter {path} is {state}")

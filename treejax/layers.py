@@ -34,6 +34,16 @@ def linear(x: Array, w: Array) -> Array:
     return jnp.matmul(x, w, precision=precision_of(x.dtype))
 
 
+def project(
+    p: Params, x: Array, *names: str, product: Callable[[Array, Array], Array] = linear
+) -> tuple[Array, ...]:
+    """x times each of the named matrices: one product where ``parameters.fuse`` joined them."""
+    fused = p.get("+".join(names))
+    if fused is None:
+        return tuple(product(x, p[name]) for name in names)
+    return fused.split(product(x, fused.matrix))
+
+
 @typed
 def rms_norm(x: Shaped[Array, "*b H"], w: Shaped[Array, " H"], eps: float) -> Shaped[Array, "*b H"]:
     """Zero-centred RMSNorm: the stored weight is an offset from one; float32, rounded once."""
@@ -123,12 +133,13 @@ def attention(
     ``attend(q, k, v)`` sees normalised, rotated queries and keys with a head axis.
     """
     eps, width = config.rms_norm_eps, config.head_dim
-    both = linear(x, p["q"]).reshape(*x.shape[:-1], config.num_attention_heads, 2 * width)
+    both, k, v = project(p, x, "q", "k", "v")
+    both = both.reshape(*x.shape[:-1], config.num_attention_heads, 2 * width)
     q, gate = both[..., :width], both[..., width:]
     shape = (*x.shape[:-1], config.num_key_value_heads, width)
     q = rotary(rms_norm(q, p["norm_q"], eps), positions, config)
-    k = rotary(rms_norm(linear(x, p["k"]).reshape(shape), p["norm_k"], eps), positions, config)
-    v = linear(x, p["v"]).reshape(shape)
+    k = rotary(rms_norm(k.reshape(shape), p["norm_k"], eps), positions, config)
+    v = v.reshape(shape)
     out = attend(q, k, v) * jax.nn.sigmoid(gate.astype(jnp.float32)).astype(x.dtype)
     return linear(out.reshape(*x.shape[:-1], -1), p["o"]), (k, v)
 
@@ -145,10 +156,9 @@ def delta_net(
     ``operands(config, p, inputs, a, b)`` takes the convolution inputs [..., T, C] and the gate
     inputs [..., T, Hv]; ``delta(operands)`` gives outputs [..., T, Hv, dv] float32 and a record.
     """
-    inputs = linear(x, p["qkv"])
-    out, record = delta(operands(config, p, inputs, linear(x, p["a"]), linear(x, p["b"])))
-    z = linear(x, p["z"]).reshape(out.shape)
-    y = gated_norm(out, p["norm_gated"], z, config.rms_norm_eps)
+    inputs, z, b, a = project(p, x, "qkv", "z", "b", "a")
+    out, record = delta(operands(config, p, inputs, a, b))
+    y = gated_norm(out, p["norm_gated"], z.reshape(out.shape), config.rms_norm_eps)
     return linear(y.reshape(*x.shape[:-1], -1), p["out"]), (inputs, record)
 
 
@@ -212,7 +222,8 @@ def l2_normalise(x: Array) -> Array:
 
 def mlp(p: Params, x: Array) -> Array:
     """SwiGLU: down(silu(gate(x)) * up(x))."""
-    return linear(jax.nn.silu(linear(x, p["gate"])) * linear(x, p["up"]), p["down"])
+    gate, up = project(p, x, "gate", "up")
+    return linear(jax.nn.silu(gate) * up, p["down"])
 
 
 def experts(config: ModelConfig, p: Params, x: Array) -> Array:
@@ -236,9 +247,8 @@ def experts(config: ModelConfig, p: Params, x: Array) -> Array:
         return lax.ragged_dot(inputs, weights, sizes, precision=precision_of(x.dtype))
 
     sent = rows[order // chosen]
-    hidden = jax.nn.silu(grouped(sent, p["experts"]["gate"]))
-    hidden = hidden * grouped(sent, p["experts"]["up"])
-    back = grouped(hidden, p["experts"]["down"])[jnp.argsort(order)]
+    gates, ups = project(p["experts"], sent, "gate", "up", product=grouped)
+    back = grouped(jax.nn.silu(gates) * ups, p["experts"]["down"])[jnp.argsort(order)]
     back = back.reshape(-1, chosen, x.shape[-1]).astype(jnp.float32)
     routed = jnp.einsum("rkh,rk->rh", back, weight, precision=lax.Precision.HIGHEST)
     gate = jax.nn.sigmoid(linear(rows, p["shared_gate"]).astype(jnp.float32))

@@ -3,17 +3,76 @@
 ``abstract(config)`` gives shapes and dtypes; initialisation, loading, restoring and memory
 accounts follow from it. Parameters are kept layer by layer. Matrices are stored [in, out], so a
 layer computes ``x @ w``; embedding and ``lm_head`` are [V, H].
+
+``fuse`` lays matrices that share an input side by side, for decoding: a step of few rows is as fast
+as its weights are read, and one long product reads faster than several short ones.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from flax import struct
 
 from treejax.config import LINEAR, ModelConfig
 
 FLOAT32_ALWAYS = ("A_log", "dt_bias", "norm_gated")
+
+SHARED_INPUT = (("q", "k", "v"), ("qkv", "z", "b", "a"), ("gate", "up"))
+"""Matrices that multiply the same rows: of attention, of a recurrent layer, of an MLP."""
+
+
+class Fused(struct.PyTreeNode):
+    """Matrices [..., in, width] side by side: [..., in, sum of widths]."""
+
+    matrix: jax.Array
+    widths: tuple[int, ...] = struct.field(pytree_node=False)
+
+    def split(self, x: jax.Array) -> tuple[jax.Array, ...]:
+        """The parts of x [..., sum of widths], a product's or the matrix itself."""
+        ends = [sum(self.widths[: i + 1]) for i in range(len(self.widths) - 1)]
+        return tuple(jnp.split(x, ends, axis=-1))
+
+
+def fuse(params: dict[str, Any]) -> dict[str, Any]:
+    """Parameters with each group of ``SHARED_INPUT`` as one ``Fused`` under "q+k+v" and so on.
+
+    What is fused already stays. The model computes the same from both; training and checkpoints
+    use the other form (``unfuse``).
+    """
+
+    def join(node: dict[str, Any]) -> dict[str, Any]:
+        for names in SHARED_INPUT:
+            if set(names) <= node.keys():
+                parts = [node.pop(name) for name in names]
+                widths = tuple(part.shape[-1] for part in parts)
+                numpy: Any = np if isinstance(parts[0], np.ndarray) else jnp  # stays on the host
+                node["+".join(names)] = Fused(numpy.concatenate(parts, axis=-1), widths)
+        return node
+
+    return _rebuild(params, join)
+
+
+def unfuse(params: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of ``fuse``, bit for bit."""
+
+    def part(node: dict[str, Any]) -> dict[str, Any]:
+        for name in [name for name, leaf in node.items() if isinstance(leaf, Fused)]:
+            fused = node.pop(name)
+            node |= zip(name.split("+"), fused.split(fused.matrix), strict=True)
+        return node
+
+    return _rebuild(params, part)
+
+
+def _rebuild(node: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """The tree with every dictionary in it, copied, put through ``change``."""
+    if isinstance(node, dict):
+        return change({name: _rebuild(child, change) for name, child in node.items()})
+    return [_rebuild(child, change) for child in node] if isinstance(node, list) else node
 
 
 def abstract(config: ModelConfig, dtype: Any = jnp.float32) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class Acceptance:
 
 def acceptance_rows(settings: Acceptance, context: Context, cells: Sequence[Cell]) -> Iterator[Row]:
     """A row a width; plain decoding runs once."""
-    model = load_model(context.checkpoint, dtype=context.dtype or "float32")
+    model = load_model(context.checkpoint, dtype=context.dtype or "float32", fused=True)
     texts = list(read_passages(settings.prompts, context.wheel).values())
     if model.tokenizer is None:
         raise ValueError("the checkpoint has no tokenizer: prompts cannot be read")

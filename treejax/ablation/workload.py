@@ -76,7 +76,7 @@ def load(
         run (no MTP head, kernels that do not fit).
     """
     prompts = _prompts(settings, context, config)  # first: a wrong path costs no loading
-    model = load_model(context.checkpoint, context.dtype or "float32")
+    model = load_model(context.checkpoint, context.dtype or "float32", fused=True)
     drafters = [arm.drafter() for arm in arms]
     largest = max(drafter.capacity for drafter in drafters)
     kernels = choose_implementation(context.implementation, model.config, largest)
