@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 import stepping
 import tiny
+from compiling import compilations
 
 import treejax
+from treejax.audit.intake import take_in
 from treejax.audit.prefixes import MODULES, digest, prefixes
 from treejax.audit.reference import decode
-from treejax.drafters import MTP
+from treejax.drafters import MTP, Plain
 from treejax.model import prefill
 from treejax.sampling import Sampling
 from treejax.state import init_state
@@ -77,6 +79,16 @@ def test_a_sampled_stream_is_that_of_the_loop():
     assert (made.margin > 0).all()
 
 
+def test_the_models_part_of_a_prompt_is_one_program_for_all_drafters():
+    model = tiny.model()
+    rooms = [take_in(model, PROMPTS, Plain(), max_length=48)]
+    with compilations() as seen:
+        rooms += [take_in(model, PROMPTS, MTP(tree), max_length=48) for tree in ("chain2", "2,1")]
+    assert "jit(prefill_block)" not in seen and seen["jit(_prime)"] == 2
+    a, b, c = (np.asarray(start.logits) for start in rooms)
+    assert np.array_equal(a, b) and np.array_equal(b, c)
+
+
 def test_prefixes_of_the_splits_are_disjoint_and_come_again():
     assert not set(MODULES["calibration"]) & set(MODULES["held-out"])
     for model in (treejax.load_model(), tiny.model()):
@@ -91,7 +103,7 @@ def test_prefixes_of_the_splits_are_disjoint_and_come_again():
 def test_prefixes_that_cannot_be_had_are_refused():
     model = treejax.load_model()
     with pytest.raises(ValueError, match="split is 'test', expected one of"):
-        prefixes(model, "test", 1, 10, 0)  # type: ignore[arg-type]
+        prefixes(model, "test", 1, 10, 0)
     with pytest.raises(ValueError, match="ask for shorter ones"):
         prefixes(model, "held-out", 1, 10**6, 0)
     with pytest.raises(ValueError, match="expected both to be 1 or more"):

@@ -9,7 +9,7 @@ from audit_cases import bench_of, places
 from treejax.audit.detection.toy import CONFIG
 from treejax.audit.faults import REGISTRY
 from treejax.audit.faults.anyone import AnyOf
-from treejax.audit.reference import engine_of
+from treejax.audit.intake import engine_of
 from treejax.audit.step import Subject, cycle, never
 from treejax.policies import make_policy
 from treejax.sampling import Sampling

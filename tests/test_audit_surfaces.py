@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import tiny
 
+from treejax.audit.intake import engine_of, take_in
 from treejax.audit.memories import fragile, worst_row
-from treejax.audit.reference import begin, decode
+from treejax.audit.reference import decode
 from treejax.audit.step import Subject, cycle, never
 from treejax.audit.surfaces import EXACT, SURFACES, kl, measure, right_path
 from treejax.drafters import MTP
@@ -32,7 +33,8 @@ def plain():
 def stepped(plain):
     """Weights, and the engines and outputs of the second step."""
     model = tiny.model()
-    engine, weights = begin(model, SUBJECT, PROMPTS, plain, sampling=GREEDY, max_length=ROWS)
+    start = take_in(model, PROMPTS, SUBJECT.drafter, max_length=ROWS)
+    engine, weights = engine_of(SUBJECT, start, plain.tokens[:, 0]), start.draft.weights
     offset, rest = np.zeros(2, np.int64), None
     for index in range(2):
         before, began = engine, offset

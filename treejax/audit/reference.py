@@ -15,25 +15,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from treejax import layers
-from treejax.audit.step import Engine, Subject
+from treejax.audit.intake import NATIVE, Start, take_in
 from treejax.config import ModelConfig
 from treejax.drafters import Drafter
 from treejax.drafters import Plain as NoDrafter
 from treejax.drafters.base import Draft
 from treejax.history import History, extend
-from treejax.history import begin as begin_history
-from treejax.model import Model, check_prompt, prefill_block, prompt_blocks
-from treejax.policies import Policy, make_policy
+from treejax.model import Model
+from treejax.policies import Policy
 from treejax.sampling import Sampling, adjust, noise, per_sequence, process
 from treejax.shapes import Array
-from treejax.state import State, init_state, with_policy
+from treejax.state import State, with_policy
 from treejax.steps.publish import publish_path
-from treejax.steps.select import Choice, select
+from treejax.steps.select import select
 from treejax.steps.verify import verify_trees
 from treejax.tree import Tree
-
-NATIVE: Policy = make_policy("replay", "xla")
-"""The policy of plain decoding."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -73,73 +69,6 @@ class Plain:
     def count(self) -> int:
         """T."""
         return self.tokens.shape[1] - 1
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Start:
-    """Prompts taken in: state, draft (weights and memory), logits [B, V], history or None."""
-
-    state: State
-    draft: Draft
-    logits: Array
-    history: History | None
-
-
-def take_in(
-    model: Model,
-    prompts: Sequence[Sequence[int]],
-    drafter: Drafter,
-    *,
-    max_length: int,
-    sampling: Sampling | None = None,
-    onto: Start | None = None,
-) -> Start:
-    """States and drafter after ``prompts``, on top of ``onto`` or of nothing.
-
-    The prompt is computed under ``NATIVE``; what continues under another policy is handed over by
-    ``with_policy``, which is how any policy takes in a prompt.
-    """
-    config, batch = model.config, len(prompts)
-    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    tokens = np.zeros((batch, lengths.max()), np.int32)
-    for row, prompt in zip(tokens, prompts, strict=True):
-        row[: len(prompt)] = prompt
-    history = None
-    if onto is None:
-        state = init_state(config, batch, max_length, model.dtype, NATIVE)
-        draft = drafter.init(model, batch, max_length)
-        logits = jnp.zeros((batch, config.vocab_size), jnp.float32)
-        if sampling is not None and sampling.needs_history:
-            history = begin_history(jnp.asarray(tokens), jnp.asarray(lengths), config.vocab_size)
-    else:
-        state, draft, logits, history = onto.state, onto.draft, onto.logits, onto.history
-        state = with_policy(state, NATIVE)
-    check_prompt(config, state, tokens, lengths)
-    for block, count in prompt_blocks(tokens, lengths):
-        state, memory, logits = _block(
-            config, drafter, model.params, draft.weights, state, draft.memory, logits, block, count
-        )
-        draft = draft.replace(memory=memory)
-    return Start(state, draft, logits, history)
-
-
-@functools.partial(jax.jit, static_argnames=("config", "drafter"))
-def _block(
-    config: ModelConfig,
-    drafter: Any,
-    params: layers.Params,
-    weights: Any,
-    state: State,
-    memory: Any,
-    logits: Array,
-    tokens: Array,
-    count: Array,
-) -> tuple[State, Any, Array]:
-    """``steps.together.absorb`` without donating: a start is used more than once."""
-    out, state = prefill_block(config, params, state, tokens, count)
-    draft = Draft(weights=weights, memory=memory, config=config)
-    draft = drafter.prime(draft, out.hidden, tokens, count)
-    return state, draft.memory, jnp.where((count > 0)[:, None], out.logits, logits)
 
 
 def decode(
@@ -297,35 +226,3 @@ def drawn_from(
     values, tokens = jax.lax.top_k(scores, 2)
     tokens = tokens.astype(jnp.int32)
     return tokens[:, 0], values[:, 0] - values[:, 1], tokens[:, 1]
-
-
-def begin(
-    model: Model,
-    subject: Subject,
-    prompts: Sequence[Sequence[int]],
-    plain: Plain,
-    *,
-    sampling: Sampling,
-    max_length: int,
-    rows: np.ndarray | None = None,
-) -> tuple[Engine, Any]:
-    """The engine of ``subject`` after the prompts, and its drafter's weights.
-
-    ``rows`` [B]: which sequence of ``plain`` each prompt is; None where they are the same.
-    """
-    start = take_in(model, prompts, subject.drafter, max_length=max_length, sampling=sampling)
-    rows = np.arange(len(prompts)) if rows is None else rows
-    return engine_of(subject, start, plain.tokens[rows, 0]), start.draft.weights
-
-
-def engine_of(subject: Subject, start: Start, pending: Any) -> Engine:
-    """The engine of ``subject`` that goes on from ``start`` with pending tokens [B]."""
-    token = jnp.asarray(pending, jnp.int32)
-    path = jnp.full((len(token), subject.drafter.max_depth + 1), -1, jnp.int32)
-    return Engine(
-        state=with_policy(start.state, subject.policy),
-        memory=start.draft.memory,
-        pending=token,
-        history=start.history,
-        before=Choice(path=path, length=jnp.zeros_like(token), pending=token),
-    )

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from treejax import layers
-from treejax.audit.reference import NATIVE, Plain, Start, decode, engine_of, take_in
+from treejax.audit.intake import NATIVE, Start, engine_of, take_in
+from treejax.audit.reference import Plain, decode
 from treejax.audit.step import Cycle, Engine, Subject
 from treejax.audit.surfaces import Measured, distances_of, measure
 from treejax.config import ModelConfig

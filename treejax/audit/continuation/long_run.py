@@ -17,16 +17,10 @@ from treejax import layers
 from treejax.audit.continuation.limits import FREE, OUT, limited, with_limits
 from treejax.audit.continuation.settings import Settings
 from treejax.audit.continuation.verdict import WORDS, Tally
+from treejax.audit.intake import Start, engine_of, take_in
 from treejax.audit.memories import fragile
 from treejax.audit.prefixes import prefixes
-from treejax.audit.reference import (
-    Start,
-    decode_from,
-    drawn_from,
-    engine_of,
-    plain_step,
-    take_in,
-)
+from treejax.audit.reference import decode_from, drawn_from, plain_step
 from treejax.audit.step import Subject, cycle
 from treejax.audit.surfaces import measure
 from treejax.config import ModelConfig

@@ -15,12 +15,12 @@ from treejax.audit.continuation.controls import cut
 from treejax.audit.continuation.limits import FREE, OUT, ROOT, limited, with_limits
 from treejax.audit.continuation.settings import Settings
 from treejax.audit.continuation.verdict import Tally
+from treejax.audit.intake import NATIVE, Start, engine_of, history_of, take_in
 from treejax.audit.memories import fragile
-from treejax.audit.reference import NATIVE, Plain, Start, engine_of, take_in
+from treejax.audit.reference import Plain
 from treejax.audit.step import Cycle, Engine, Subject, cycle
 from treejax.audit.surfaces import measure
 from treejax.drafters.scripted import Script
-from treejax.history import begin as begin_history
 from treejax.model import Model
 from treejax.saving import restore_checkpoint, save_checkpoint
 from treejax.state import init_state
@@ -85,10 +85,7 @@ def compile_step(model: Model, subject: Subject, settings: Settings) -> None:
     rows = settings.rows(model, depth_of(drafter))
     draft = drafter.init(model, batch, rows)
     state = init_state(model.config, batch, rows, model.dtype, NATIVE)
-    history = None
-    if settings.sampling.needs_history:
-        ones = jnp.ones(batch, jnp.int32)
-        history = begin_history(ones[:, None], ones, model.config.vocab_size)
+    history = history_of([[0]] * batch, model.config, settings.sampling)
     start = Start(state, draft, jnp.zeros((batch, model.config.vocab_size)), history)
     cycle.lower(
         *(model.config, with_limits(subject), model.params, draft.weights),
@@ -113,12 +110,7 @@ def start_of(course: Course, schedule: str) -> tuple[Engine, Any]:
         engine, _ = step(
             course.subject, model, settings, weights, engine, np.full(len(texts), ROOT)
         )
-    history = None
-    if settings.sampling.needs_history:  # all of it is prompt
-        width = max(map(len, texts))
-        tokens = np.array([[*text, *[0] * (width - len(text))] for text in texts], np.int32)
-        lengths = np.array([len(text) for text in texts], np.int32)
-        history = begin_history(jnp.asarray(tokens), jnp.asarray(lengths), model.config.vocab_size)
+    history = history_of(texts, model.config, settings.sampling)  # all of it is prompt
     memory = _at_the_prompt(engine.memory, drafter.init(model, len(texts), course.rows).memory)
     draft = start.draft.replace(memory=memory)
     onto = Start(engine.state, draft, start.logits, history)

@@ -7,8 +7,9 @@ import numpy as np
 
 from treejax.audit.continuation.schedules import End
 from treejax.audit.envelope import LUMOTREE, Envelope
+from treejax.audit.intake import NATIVE
 from treejax.audit.memories import cache_distance, heads, memory_at
-from treejax.audit.reference import NATIVE, Plain
+from treejax.audit.reference import Plain
 from treejax.audit.step import Subject
 from treejax.audit.surfaces import distances_of, kl
 from treejax.model import Model

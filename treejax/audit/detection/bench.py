@@ -14,8 +14,9 @@ import numpy as np
 
 from treejax.audit.detection.rows import row_logits
 from treejax.audit.faults import Course
+from treejax.audit.intake import Start, take_in
 from treejax.audit.memories import memory_at, propose
-from treejax.audit.reference import Plain, Start, decode_from, take_in
+from treejax.audit.reference import Plain, decode_from
 from treejax.audit.surfaces import right_path
 from treejax.drafters import Drafter
 from treejax.drafters.scripted import Script, Scripted

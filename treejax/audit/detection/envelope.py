@@ -13,7 +13,7 @@ from treejax.audit.continuation.settings import Settings
 from treejax.audit.detection.bench import Bench
 from treejax.audit.detection.run import ROWS, Judge, row_distances
 from treejax.audit.envelope import bounds_from
-from treejax.audit.reference import NATIVE, engine_of
+from treejax.audit.intake import NATIVE, engine_of
 from treejax.audit.step import Subject, cycle, never
 from treejax.audit.surfaces import measure
 from treejax.steps.rules import REGISTRY as RULES

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from treejax import layers
-from treejax.audit.reference import NATIVE, Plain
+from treejax.audit.intake import NATIVE
+from treejax.audit.reference import Plain
 from treejax.config import ModelConfig
 from treejax.model import Model
 from treejax.shapes import Array

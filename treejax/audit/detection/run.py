@@ -14,8 +14,8 @@ import numpy as np
 
 from treejax.audit.detection.bench import Bench
 from treejax.audit.faults import Strike
+from treejax.audit.intake import engine_of
 from treejax.audit.memories import relative
-from treejax.audit.reference import engine_of
 from treejax.audit.step import Cycle, Engine, Subject, cycle, never
 from treejax.audit.surfaces import Measured, measure
 from treejax.shapes import Array

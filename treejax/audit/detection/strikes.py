@@ -10,8 +10,8 @@ import numpy as np
 from treejax.audit.detection.bench import Bench
 from treejax.audit.detection.run import one_step
 from treejax.audit.faults import Fault, Strike
+from treejax.audit.intake import engine_of
 from treejax.audit.memories import relative
-from treejax.audit.reference import engine_of
 from treejax.audit.step import Cycle, Engine, Subject
 from treejax.policies import Policy
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treejax.audit.reference import NATIVE, engine_of, take_in
+from treejax.audit.intake import NATIVE, engine_of, take_in
 from treejax.audit.sampler.worlds import CLEAR, World, scattered
 from treejax.audit.step import Subject, cycle, never
 from treejax.drafters.mtp import MTP
