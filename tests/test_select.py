@@ -10,14 +10,15 @@ from random_trees import children_first, permute, random_parents, random_tokens,
 from scipy import stats
 from toy_target import Target
 
-from treejax.sampling import Sampling, sample
-from treejax.steps.select import Choice, select, walk
-from treejax.tree import Tree
+from treejax.sampling import Sampling, draw, sample
+from treejax.steps.rules.match import follow, walk
+from treejax.steps.select import Choice, select
+from treejax.tree import Tree, ancestors
 
 DRAWS = 20_000
 
 
-def follow(tokens, parents, draws):
+def oracle(tokens, parents, draws):
     """Independent oracle of the walk: (path, pending). Among equal siblings the first row wins."""
     path = [0]
     while True:
@@ -30,7 +31,15 @@ def follow(tokens, parents, draws):
 
 @jax.jit
 def _walk(tree, draws):
-    return jax.vmap(lambda t, y: walk(t, lambda node, depth, _: y[node]))(tree, draws)
+    """The choice node by node, which must be the one from all draws at once."""
+    choice = jax.vmap(lambda t, y: walk(t, lambda node, depth, _: y[node]))(tree, draws)
+    return choice, jax.vmap(follow)(tree, draws)
+
+
+def walked(tree, draws):
+    choice, other = _walk(tree, draws)
+    jax.tree.map(np.testing.assert_array_equal, choice, other)
+    return choice
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 12))
@@ -40,8 +49,8 @@ def test_the_walk_agrees_with_an_independent_one(seed, size):
     tokens = rng.integers(0, 3, size)  # few tokens: deep matches, and equal siblings
     draws = rng.integers(0, 3, 12).astype(np.int32)
     tree = Tree.from_parents(tokens, parents, capacity=12, unique=False)
-    choice = _walk(tree, draws[None])
-    path, pending = follow(tokens, parents, draws)
+    choice = walked(tree, draws[None])
+    path, pending = oracle(tokens, parents, draws)
     assert choice.length[0] == len(path) and choice.pending[0] == pending
     np.testing.assert_array_equal(choice.path[0], path + [-1] * (12 - len(path)))
     emitted, count = choice.emitted(tree)
@@ -50,11 +59,41 @@ def test_the_walk_agrees_with_an_independent_one(seed, size):
     assert count[0] == len(expected) and choice.accepted[0] == len(path) - 1
 
 
+def test_drawing_at_all_rows_chooses_what_walking_chooses():
+    """What a GPU runs: the same draws, hence the same path, for every sequence's own tree."""
+    rng, count, batch = np.random.default_rng(0), 12, 64
+    parents = [random_parents(rng, count) for _ in range(batch)]
+    tree = Tree.from_parents(rng.integers(0, 4, (batch, count)), parents, unique=False)
+    logits = jnp.asarray(rng.standard_normal((batch, count, 4)), jnp.float32)
+    sampling = Sampling(temperature=0.7, top_p=0.95).prepared(4)
+    keys = jax.random.split(jax.random.key(3), batch)
+    choice = select(tree, logits, sampling=sampling, key=keys, position=5)
+
+    def at_once(tree, logits, key):
+        depth = jnp.asarray(ancestors(tree.parent).sum(axis=1, dtype=jnp.int32)) - 1
+        each = jax.vmap(lambda row, d: draw(row, sampling, key, 6 + d, None))
+        return follow(tree, each(logits, depth))
+
+    jax.tree.map(
+        np.testing.assert_array_equal, choice, jax.jit(jax.vmap(at_once))(tree, logits, keys)
+    )
+    assert len(set(choice.length.tolist())) > 3
+
+
+def test_a_gpu_waits_for_no_loop():
+    """Each turn of a loop is a visit of the host there; a CPU saves the draws nobody needs."""
+    tree = Tree.from_parents([5, 1, 2], [-1, 0, 1])
+    logits = jnp.zeros((1, 3, 8))
+    program = jax.jit(select)
+    on_gpu = program.trace(tree, logits).lower(lowering_platforms=("cuda",)).as_text()
+    assert "stablehlo.while" not in on_gpu and "while" in program.lower(tree, logits).as_text()
+
+
 def test_rank_decides_between_equal_siblings_then_the_row():
     tree = Tree.from_parents([9, 4, 4, 4], [-1, 0, 0, 0], unique=False)
     draws = jnp.full((1, 4), 4)
-    assert _walk(tree, draws).path[0, 1] == 1
-    assert _walk(tree.replace(rank=jnp.asarray([[0, 2, 1, 1]])), draws).path[0, 1] == 2
+    assert walked(tree, draws).path[0, 1] == 1
+    assert walked(tree.replace(rank=jnp.asarray([[0, 2, 1, 1]])), draws).path[0, 1] == 2
 
 
 def test_rows_past_size_and_padding_never_match():
@@ -73,7 +112,7 @@ def test_rows_past_size_and_padding_never_match():
 
 def test_the_depth_bound_ends_the_walk():
     tree = Tree.from_parents([5, 5, 5, 5], [-1, 0, 1, 2]).replace(max_depth=2)
-    choice = _walk(tree, jnp.full((1, 4), 5))
+    choice = walked(tree, jnp.full((1, 4), 5))
     np.testing.assert_array_equal(choice.path, [[0, 1, 2]])
     assert choice.length[0] == 3 and choice.pending[0] == 5
 

@@ -191,14 +191,14 @@ def depths(parent: Int32[Array, " N"], max_depth: int) -> Int32[Array, " N"]:
 def _describe(parent: Array, size: Array, max_depth: int) -> Topology:
     rows = jnp.arange(parent.shape[0], dtype=jnp.int32)
     active = rows < size
-    ancestors = _ancestors(parent) & active[:, None]
-    depth = jnp.maximum(ancestors.sum(axis=1, dtype=jnp.int32) - 1, 0)
+    above = ancestors(parent) & active[:, None]
+    depth = jnp.maximum(above.sum(axis=1, dtype=jnp.int32) - 1, 0)
     order = jnp.argsort(jnp.where(active, depth, parent.shape[0]), stable=True).astype(jnp.int32)
     return Topology(
         parent=parent,
         depth=depth,
         active=active,
-        ancestors=ancestors,
+        ancestors=above,
         order=order,
         size=size,
         max_depth=max_depth,
@@ -222,8 +222,11 @@ def sort_rows(topology: Topology) -> tuple[Topology, Array]:
     ), place
 
 
-def _ancestors(parent: Array) -> Array:
-    """Ancestors-or-self by pointer doubling; row N stands for "above the root"."""
+def ancestors(parent: Array) -> Array:
+    """Which rows are a row's ancestors or itself, [N, N] bool, of parents [N].
+
+    By pointer doubling; row N stands for "above the root".
+    """
     count = parent.shape[0]
     jump = jnp.append(jnp.where(parent < 0, count, parent), count)
     reached = jnp.eye(count + 1, count, dtype=bool)

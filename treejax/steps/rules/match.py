@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -11,7 +12,7 @@ from treejax.sampling import draw
 from treejax.shapes import Array
 from treejax.steps.choice import Choice
 from treejax.steps.rules.base import Rule
-from treejax.tree import Tree
+from treejax.tree import Tree, ancestors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +37,18 @@ class Match(Rule):
             at = None if position is None else position + 1 + depth
             return draw(row, sampling, key, at, context)
 
-        return walk(tree, draw_at, history)
+        def in_turn() -> Choice:
+            return walk(tree, draw_at, history)
+
+        def together() -> Choice:
+            rows = jnp.arange(tree.tokens.shape[0], dtype=jnp.int32)
+            depth = ancestors(tree.parent).sum(axis=1, dtype=jnp.int32) - 1
+            return follow(tree, jax.vmap(lambda row, d: draw_at(row, d, None))(rows, depth))
+
+        if history is not None:  # a context is as large as the vocabulary: only along one path
+            return in_turn()
+        # A GPU draws at all rows while it would wait for the host to be told of the next one.
+        return lax.platform_dependent(cpu=in_turn, default=together)
 
 
 def walk(
@@ -73,3 +85,21 @@ def walk(
     start = (path, jnp.int32(1), jnp.int32(-1), jnp.bool_(False), root)
     path, length, pending, _, _ = lax.while_loop(lambda carry: ~carry[3], step, start)
     return Choice(path=path, length=length, pending=pending)
+
+
+def follow(tree: Tree, drawn: Array) -> Choice:
+    """What ``walk`` chooses where the draws [N] of all rows are there already; no loop."""
+    capacity, bound = tree.tokens.shape[0], tree.max_depth + 1
+    rows, parent = jnp.arange(capacity, dtype=jnp.int32), tree.parent
+    above = ancestors(parent)
+    carries = (parent >= 0) & (rows < tree.size) & (tree.tokens == drawn[jnp.maximum(parent, 0)])
+    place = tree.rank * capacity + rows
+    first = carries[None, :] & (parent[None, :] == parent[:, None])  # [i, j]: j is equal to i, and
+    beaten = (first & (place[None, :] < place[:, None])).any(axis=1)  # comes first
+    followed = (carries & ~beaten) | (rows == 0)
+    accepted = ~(above & ~followed[None, :]).any(axis=1) & followed
+    depth = above.sum(axis=1, dtype=jnp.int32) - 1
+    at = accepted[None, :] & (depth[None, :] == jnp.arange(bound, dtype=jnp.int32)[:, None])
+    path = jnp.where(at.any(axis=1), jnp.argmax(at, axis=1).astype(jnp.int32), -1)
+    length = at.any(axis=1).sum(dtype=jnp.int32)
+    return Choice(path=path, length=length, pending=drawn[path[length - 1]].astype(jnp.int32))
