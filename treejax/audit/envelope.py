@@ -1,9 +1,9 @@
 """Bounds for an engine's distances from plain decoding: calibrated, written down, then frozen.
 
-Controls are plain decoding done otherwise (``audit.controls``): what separates them from plain is
-rounding and nothing else. A bound is ``floor + factor x`` the controls' largest distance, by
-surface and layer. An envelope names what it was made of and carries a digest of all it says, so
-that neither a change of its numbers nor its use for another model goes unnoticed.
+Controls are plain decoding done otherwise (``audit.continuation.controls``): what separates them
+from plain is rounding and nothing else. A bound is ``floor + factor x`` the controls' largest
+distance, by surface and layer. An envelope names what it was made of and carries a digest of all it
+says, so that neither a change of its numbers nor its use for another model goes unnoticed.
 """
 
 import dataclasses

@@ -11,10 +11,10 @@ import numpy as np
 from treejax.audit.continuation.calibration import by_layer, calibrate
 from treejax.audit.continuation.settings import Settings
 from treejax.audit.detection.bench import Bench
-from treejax.audit.detection.run import ROWS, Judge, row_distances
+from treejax.audit.detection.run import ROWS, Judge, one_step, row_distances
 from treejax.audit.envelope import bounds_from
 from treejax.audit.intake import NATIVE, engine_of
-from treejax.audit.step import Subject, cycle, never
+from treejax.audit.step import Subject, never
 from treejax.audit.surfaces import measure
 from treejax.steps.rules import REGISTRY as RULES
 
@@ -53,14 +53,10 @@ def _native(bench: Bench) -> dict[str, np.ndarray]:
     """The largest distances of native decoding's own verify, by surface and layer."""
     subject = Subject(NATIVE, bench.drafter, RULES["match"])
     engine = engine_of(subject, bench.start, bench.plain.tokens[:, 0])
-    settings = bench.sampling.prepared(bench.model.config.vocab_size)
     worst: dict[str, np.ndarray] = {ROWS: np.zeros(1)}
     for t in range(bench.steps):
         before = engine
-        engine, shown = cycle(
-            *(bench.model.config, subject, bench.model.params, bench.weights, before, bench.keys),
-            *(settings, never(bench.batch), jnp.int32(t)),
-        )
+        engine, shown = one_step(bench, subject, before, never(bench.batch), t)
         worst[ROWS] = np.maximum(worst[ROWS], row_distances(bench, shown, t).max())
         measured = measure(
             *(bench.model, subject, bench.weights, before, engine, shown, bench.plain),
