@@ -61,11 +61,7 @@ def _check_path(state: State, tree: Tree, choice: Choice) -> None:
 
 def publish_path(state: State, scratch: Scratch, choice: Choice) -> State:
     """``publish`` without checks, for use inside jit."""
-    nodes = choice.path
-    if scratch.place is not None:
-        rows = jnp.take_along_axis(scratch.place, jnp.maximum(nodes, 0), axis=1)
-        nodes = jnp.where(nodes >= 0, rows, -1)
-    path = Path(nodes=nodes, length=choice.length)
+    path = path_in_scratch(choice.path, choice.length, scratch.place)
     conv = [
         jax.vmap(advance_history)(state.conv[i], inputs, path)
         for i, inputs in enumerate(scratch.conv)
@@ -84,6 +80,17 @@ def publish_path(state: State, scratch: Scratch, choice: Choice) -> State:
 
 
 _publish = jax.jit(publish_path)
+
+
+def path_in_scratch(nodes: Array, length: Array, place: Array | None) -> Path:
+    """The path that nodes [B, P] of the tree, -1 padded, are in the rows of the scratch.
+
+    ``place`` [B, N]: the row of each node; None where rows are as the tree is packed.
+    """
+    if place is not None:
+        rows = jnp.take_along_axis(place, jnp.maximum(nodes, 0), axis=1)
+        nodes = jnp.where(nodes >= 0, rows, -1)
+    return Path(nodes=nodes, length=length)
 
 
 def advance_history(history: Array, inputs: Array, path: Path) -> Array:

@@ -18,6 +18,7 @@ from treejax.audit.component.truth import Row, Step, native
 from treejax.delta_rule import Operands
 from treejax.policies import Path, Policy, Replay, kernel_rows, make_policy
 from treejax.shapes import Array
+from treejax.steps.publish import path_in_scratch
 from treejax.tree import Tree, describe, sort_rows
 
 NEEDED = ("init", "plan", "scan", "commit", "read", "buffers")
@@ -115,9 +116,7 @@ class Rig:
         return Verified(jnp.stack(outputs), tuple(scratch), carry, place)
 
     def _commit(self, carry: Any, scratch: tuple[Any, ...], path: Path, place: Array | None) -> Any:
-        if place is not None:
-            moved = jnp.take_along_axis(place, jnp.maximum(path.nodes, 0), axis=1)
-            path = path.replace(nodes=jnp.where(path.nodes >= 0, moved, -1))
+        path = path_in_scratch(path.nodes, path.length, place)
         return self.policy.commit(carry, scratch, path)
 
     def _read(self, carry: Any) -> Array:
@@ -163,7 +162,7 @@ class Rig:
             parts = verified.scratch, path, verified.place
             after = jax.eval_shape(self.commit, verified.carry, *parts)
             states = jax.eval_shape(self.read, after)
-        except Exception as error:
+        except Exception as error:  # a user's policy may raise anything
             reason = str(error).strip().partition("\n")[0]
             raise ValueError(
                 f"policy {name!r} could not be traced at {shape}: {type(error).__name__}: {reason}"

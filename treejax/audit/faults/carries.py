@@ -10,11 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from treejax.audit.faults.base import Hit, struck
-from treejax.policies.base import Path
 from treejax.policies.ring import Checkpoint
 from treejax.shapes import Array
-from treejax.steps.select import Choice
-from treejax.steps.verify import Scratch
 
 DEFERRED = ("ring", "fused")
 """Policies whose carry is a ``Checkpoint``."""
@@ -75,12 +72,3 @@ def decayed(carry: Any, log_decay: Array) -> Any:
         R=jnp.where(empty, carry.R * factor[..., None, None], carry.R),
         ring=carry.ring.replace(u=carry.ring.u * jnp.exp(added)[..., None], g=carry.ring.g + added),
     )
-
-
-def path_in(scratch: Scratch, choice: Choice) -> Path:
-    """The path in the rows of the scratch, as ``publish_path`` reads it."""
-    nodes = choice.path
-    if scratch.place is not None:
-        rows = jnp.take_along_axis(scratch.place, jnp.maximum(nodes, 0), axis=1)
-        nodes = jnp.where(nodes >= 0, rows, -1)
-    return Path(nodes=nodes, length=choice.length)

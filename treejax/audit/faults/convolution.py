@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from treejax.audit.faults.base import Course, Fault, Hit, struck
-from treejax.audit.faults.carries import path_in
 from treejax.policies import Path, Policy
 from treejax.shapes import Array
 from treejax.state import State
-from treejax.steps.publish import advance_history
+from treejax.steps.publish import advance_history, path_in_scratch
 from treejax.steps.select import Choice
 from treejax.steps.verify import Scratch
 
@@ -71,8 +70,8 @@ class PreviousCount(History):
         return np.maximum(course.paths, 0), course.before
 
     def wrong(self, state: State, scratch: Scratch, choice: Choice, hit: Hit) -> Array:
-        path = path_in(scratch, choice)
-        return _gathered(state, scratch, path.replace(length=hit.before.length))
+        path = path_in_scratch(choice.path, hit.before.length, scratch.place)
+        return _gathered(state, scratch, path)
 
 
 def _gathered(state: State, scratch: Scratch, path: Path) -> Array:

@@ -14,7 +14,6 @@ from treejax.audit.faults.carries import (
     DEFERRED,
     graft,
     matrices,
-    path_in,
     with_matrices,
 )
 from treejax.delta_rule import Operands
@@ -25,6 +24,7 @@ from treejax.policies.ring import Rows
 from treejax.policies.wy import HIGHEST, Factors, rebuild
 from treejax.shapes import Array
 from treejax.state import State
+from treejax.steps.publish import path_in_scratch
 from treejax.steps.select import Choice
 from treejax.steps.verify import Scratch
 from treejax.tree import describe
@@ -80,9 +80,8 @@ class SiblingPublished(Recurrent):
         siblings = (parent == above) & (rows != last) & (rows < scratch.tree.size[:, None])
         other = jnp.where(siblings.any(axis=1), nth(siblings, hit.row), last[:, 0])
         steps = jnp.arange(choice.path.shape[1])[None, :]
-        path = path_in(
-            scratch, choice.replace(path=jnp.where(steps == end, other[:, None], choice.path))
-        )
+        nodes = jnp.where(steps == end, other[:, None], choice.path)
+        path = path_in_scratch(nodes, choice.length, scratch.place)
         return state.policy.commit(scratch.carry, scratch.recurrent, path)
 
 
@@ -95,7 +94,8 @@ class PreviousCount(Recurrent):
         return (course.before != course.lengths) & (course.before > 0)
 
     def wrong(self, state: State, scratch: Scratch, choice: Choice, right: Any, hit: Hit) -> Any:
-        path, count = path_in(scratch, choice), scratch.conv[0].shape[1]
+        path = path_in_scratch(choice.path, choice.length, scratch.place)
+        count = scratch.conv[0].shape[1]
         end = jnp.maximum(path.length - 1, 0)[:, None]
         beyond = jnp.arange(path.nodes.shape[1], dtype=jnp.int32)[None, :] - end
         last = jnp.maximum(jnp.take_along_axis(path.nodes, end, axis=1), 0)
@@ -145,7 +145,8 @@ class PublishedByAnother(Recurrent):
             parents = jnp.take_along_axis(total, jnp.maximum(above, 0)[:, :, None], axis=1)
             return jnp.where(above[:, :, None] >= 0, total - parents, total)
 
-        path, layers = path_in(scratch, choice), scratch.recurrent
+        path = path_in_scratch(choice.path, choice.length, scratch.place)
+        layers = scratch.recurrent
         if isinstance(layers[0], Recorded):
             factors = [
                 Factors(r.beta[..., None] * r.v, r.k, summed(jnp.log(jnp.maximum(r.alpha, 1e-30))))
