@@ -18,9 +18,8 @@ from treejax.audit.sampler.enumeration import EXACT, Toy, coin_distance
 from treejax.audit.sampler.faults import REGISTRY, coins, draws
 from treejax.audit.sampler.faults.base import Bent, Given, Sampler, shipped
 from treejax.audit.sampler.faults.laws import sequential_law
-from treejax.audit.sampler.walks import Outcome, keys_of, propose, rows_of, target_rows
+from treejax.audit.sampler.walks import Outcome, history_of, keys_of, propose, rows_of, target_rows
 from treejax.audit.sampler.worlds import DESIGNED, P, Q
-from treejax.history import begin
 from treejax.sampling import per_sequence
 from treejax.steps.rules import Match, MultiStep, WithoutReplacement
 
@@ -34,13 +33,12 @@ def given_of(rule, proposals, name="penalties"):
     size, keys = world.vocabulary, keys_of(BATCH, 3)
     at = jnp.full(BATCH, len(world.prompt), jnp.int32)
     sampling, keys, position = per_sequence(BATCH, world.sampling, keys, at, size)
-    prompt = jnp.broadcast_to(jnp.asarray(world.prompt, jnp.int32), (BATCH, len(world.prompt)))
-    history = begin(prompt, at, size) if sampling.needs_history else None
     start = (jnp.full(BATCH, value, jnp.int32) for value in (world.start, world.root))
     made = jax.jit(propose, static_argnames=("shape", "sampler"))(
         rows_of(world), world.tree, Sampler(rule, proposals), *start, sampling, (keys, position)
     )
     logits = target_rows(rows_of(world), made[2])
+    history = history_of(world, sampling, BATCH)
     return Given(made[0], made[1], logits, sampling, keys, position, history)
 
 

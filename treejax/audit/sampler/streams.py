@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from treejax.audit.sampler.faults.base import Given, Sampler
-from treejax.audit.sampler.walks import POISON, keys_of, rows_of, walk_batch
+from treejax.audit.sampler.walks import POISON, history_of, keys_of, rows_of, walk_batch
 from treejax.audit.sampler.worlds import World
-from treejax.history import History, begin, extend
+from treejax.history import History, extend
 from treejax.requests import Request
 from treejax.sampling import Sampling, per_sequence
 from treejax.shapes import Array
@@ -39,7 +39,7 @@ def different_streams(
     requests = [Request(list(world.prompt), int(n), stops, TextStream(None)) for n in budgets]
     states = np.full(sequences, world.start)
     pending = np.full(sequences, world.root, np.int32)
-    history, fault = _begun(world, sampling, sequences), sampler.fault
+    history, fault = history_of(world, sampling, sequences), sampler.fault
     emitted, steps, accepted = np.zeros(sequences, int), 0, 0
     while not all(request.finished for request in requests):
         packed = [_likely_tree(rng, size, plain[row, emitted[row] :]) for row in range(sequences)]
@@ -83,13 +83,6 @@ def _cut(stream: np.ndarray, budget: int, stops: set[int]) -> list[int]:
     return handed
 
 
-def _begun(world: World, sampling: Sampling, batch: int) -> History | None:
-    if not sampling.needs_history:
-        return None
-    prompt = jnp.broadcast_to(jnp.asarray(world.prompt, jnp.int32), (batch, len(world.prompt)))
-    return begin(prompt, jnp.full(batch, len(world.prompt), jnp.int32), world.vocabulary)
-
-
 def _plain(
     world: World, sampler: Sampler, sampling: Sampling, keys: Array, count: int
 ) -> np.ndarray:
@@ -106,7 +99,7 @@ def _plain(
         sampling,
         keys,
         jnp.full(batch, len(world.prompt), jnp.int32),
-        _begun(world, sampling, batch),
+        history_of(world, sampling, batch),
     )
     return np.asarray(tokens)
 

@@ -46,6 +46,14 @@ def rows_of(world: World) -> Rows:
     return Rows(jnp.asarray(world.target), jnp.asarray(world.draft), jnp.asarray(world.after))
 
 
+def history_of(world: World, sampling: Sampling, batch: int) -> History | None:
+    """What penalties count of ``batch`` prompts of a world; None if prepared settings have none."""
+    if not sampling.needs_history:
+        return None
+    prompt = jnp.broadcast_to(jnp.asarray(world.prompt, jnp.int32), (batch, len(world.prompt)))
+    return begin(prompt, jnp.full(batch, len(world.prompt), jnp.int32), world.vocabulary)
+
+
 def keys_of(count: int, *seed: int) -> Array:
     """[count] keys that no other numbers ``seed`` give: every walk of every run has its own."""
     (mixed,) = np.random.SeedSequence(seed).generate_state(1)
@@ -225,9 +233,8 @@ def take_walks(world: World, sampler: Sampler, keys: Array) -> tuple[np.ndarray,
     chunk = min(CHUNK, count)
     shape = world.shape(sampler.rule.chains_only)
     sampling = world.sampling.prepared(world.vocabulary)
-    prompt = jnp.broadcast_to(jnp.asarray(world.prompt, jnp.int32), (chunk, len(world.prompt)))
     lengths = jnp.full(chunk, len(world.prompt), jnp.int32)
-    history = begin(prompt, lengths, world.vocabulary) if sampling.needs_history else None
+    history = history_of(world, sampling, chunk)
     start = tuple(jnp.full(chunk, value, jnp.int32) for value in (world.start, world.root))
     rows, found, accepted = rows_of(world), [], 0
     settings: tuple[Any, ...] = (sampler, shape, world.length, world.steps, rows, start, sampling)
