@@ -263,5 +263,7 @@ def test_repacking_a_tree_changes_no_output():
             below = [moved[v] for v in range(10) if packed[v] == node]
             rows[node, max(below, default=0)] += 20
         tree = Tree.from_parents(moved, packed)
-        outputs.append([np.asarray(x).tolist() for x in select(tree, rows[None]).emitted(tree)])
+        outputs.append(
+            [np.asarray(x).tolist() for x in select(tree, jnp.asarray(rows[None])).emitted(tree)]
+        )
     assert outputs[0] == outputs[1] == outputs[2] and outputs[0][1][0] > 2
