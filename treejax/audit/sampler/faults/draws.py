@@ -33,7 +33,7 @@ def _draw(
     return first_argmax(weights + noise(given.keys, at, row.shape[0], purpose, slot))
 
 
-def _walked_with(place: Callable[[Array, Array], Array], says: str) -> Choose:
+def walked_with(place: Callable[[Array, Array], Array], says: str) -> Choose:
     """``match`` whose draw at a depth takes the noise of ``place(position, depth)``."""
 
     def choose(rule: Rule, given: Given) -> Choice:
@@ -49,14 +49,13 @@ def _walked_with(place: Callable[[Array, Array], Array], says: str) -> Choose:
     return choose
 
 
-right_places = _walked_with(lambda position, depth: position + 1 + depth, "No fault.")
-same_key_everywhere = _walked_with(
+same_key_everywhere = walked_with(
     lambda position, depth: jnp.zeros_like(position), "One key serves all positions."
 )
-same_key_at_all_depths = _walked_with(
+same_key_at_all_depths = walked_with(
     lambda position, depth: position + 1, "One key serves all depths of a step."
 )
-same_keys_in_every_step = _walked_with(
+same_keys_in_every_step = walked_with(
     lambda position, depth: 1 + depth, "The same keys serve every step."
 )
 
