@@ -101,7 +101,7 @@ class Work:
             self.ended = f"out of time after {time_limit:g} s"
         except KeyboardInterrupt:
             self.ended = "interrupted"
-        except Exception as error:
+        except Exception as error:  # whatever it is: the report says it, and it goes on upwards
             self.ended = f"failed: {error}"
             raise
         finally:
