@@ -52,13 +52,17 @@ def command(capsys):
 @pytest.mark.parametrize(
     ("policy", "drafts"),
     [
-        ("snapshot", ("mtp:chain3", "suffix:best16x8", "mtp+suffix:hydra8")),
-        ("replay", ("mtp:chain3", "suffix:best16x8", "mtp+suffix:hydra27")),
-        ("wy", ("mtp:chain3", "suffix:best16x8", "mtp+suffix:hydra8")),
+        ("snapshot", ("suffix:best16x8",)),
+        ("replay", ("mtp:chain3", "mtp+suffix:hydra27")),
+        ("wy", ("mtp+suffix:hydra8",)),
     ],
 )
 def test_fc22_the_shipped_model_drafts_what_it_would_have_said(command, tmp_path, policy, drafts):
-    """FC-22: every policy and drafter, greedy and sampled: tokens, and published R, C, K."""
+    """FC-22: tokens, and published R, C, K, greedy and sampled, of each way to draft.
+
+    The audits hold every policy and drafter against plain decoding; here it is the command that
+    users run.
+    """
     flags = [flag for draft in drafts for flag in ("--drafter", draft)]
     out = tmp_path / "out"
     status, shown, err = command(
@@ -67,13 +71,13 @@ def test_fc22_the_shipped_model_drafts_what_it_would_have_said(command, tmp_path
     )
     assert status == 0, err
     rows = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
-    assert len(rows) == 3 * 2 * 2
+    assert len(rows) == len(drafts) * 2 * 2
     for row in rows:
         assert row["ok"] and row["stats"]["tokens"] == row["compared"] == 48, row
         assert row["equal"] == 48 or row["margin"] is not None
         if row["equal"] == 48:
             assert set(row["surfaces"]) == {"R", "C", "K"}
-    assert sum(row["equal"] == 48 for row in rows) >= 11  # a near tie is rare
+    assert sum(row["equal"] == 48 for row in rows) >= len(rows) - 1  # a near tie is rare
     # Far more than a coin's luck: the trained head, and the text itself, predict what comes.
     with (out / "summary.csv").open(newline="") as file:
         table = {line["arm"]: line for line in csv.DictReader(file)}
