@@ -11,7 +11,13 @@ import tiny
 from treejax.drafters import MTP, Budget, Lookup, MTPSuffix, MTPTree, Resting, Suffix
 from treejax.drafters.adaptive import empty_mix, observe_mix, rest_mix
 from treejax.drafters.base import Draft
-from treejax.drafters.head_cache import empty_head, observe_head, prime_head, rest_head
+from treejax.drafters.head_cache import (
+    Passes,
+    empty_head,
+    observe_head,
+    prime_head,
+    rest_head,
+)
 from treejax.drafters.pace import Ledger
 from treejax.engine import complete
 from treejax.sampling import Sampling
@@ -46,9 +52,10 @@ class Script(Budget):
         return Order(self.ledger, self.order)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.9, top_k=8)])
-def test_any_order_of_forms_gives_plains_text(sampling):
-    """Rests of every length up to more than the head can hold back, between drafts."""
+def test_any_order_of_forms_gives_plains_text():
+    """Rests of every length up to more than the head can hold back, between drafts; greedy and
+    sampled side by side."""
+    sampling = Sampling(jnp.array([0.0, 0.9]), top_k=8)
     drafter = Script(SIZES, order=(0, 2, 0, 0, 1, *[0] * 9, 2, 2, 1, 0, 1))
     settings = {"max_tokens": 60, "policy": "wy", "sampling": sampling}
     drafted = complete(tiny.model(), [PROMPT, PROMPT[:4]], drafter=drafter, **settings)
@@ -58,20 +65,15 @@ def test_any_order_of_forms_gives_plains_text(sampling):
     assert drafted[0].stats.drafter == "budget"
 
 
-def test_the_ledger_outlives_a_call():
+def test_the_ledger_outlives_a_call_and_serves_no_other_batch():
     drafter = Budget(SIZES)
+    drafter.init(tiny.model(), 2, 40)  # nothing was measured yet
     complete(tiny.model(), PROMPT, max_tokens=20, drafter=drafter, policy="wy")
     before = drafter.ledger.steps(0)
     assert drafter.ledger.tried(0)
     complete(tiny.model(), PROMPT, max_tokens=20, drafter=drafter, policy="wy")
     assert drafter.ledger.steps(0) >= before and len(drafter.ledger.table()) > 1
     assert dataclasses.replace(drafter, patience=3).ledger is drafter.ledger
-
-
-def test_figures_of_another_batch_are_refused():
-    drafter = Budget(SIZES)
-    drafter.init(tiny.model(), 2, 40)  # nothing was measured yet
-    complete(tiny.model(), PROMPT, max_tokens=20, drafter=drafter, policy="wy")
     with pytest.raises(ValueError, match="another model, device or size of batch"):
         drafter.init(tiny.model(), 2, 40)
     assert drafter.init(tiny.model(), 1, 40) is not None
@@ -82,22 +84,24 @@ def follow(draft, memory, plan, hidden, tokens):
     at = 0
     for rest, count in plan:
         pending = tokens[None, at]
-        stored = rest_head(draft, memory, pending) if rest else _as_drafted(draft, memory, pending)
+        stored = (_rest if rest else _as_drafted)(draft, memory, pending)
         rows = np.arange(count)
         tree = Tree.from_parents(tokens[at : at + count], rows - 1, capacity=4, max_depth=3)
         path = np.full((1, 4), -1)
         path[0, :count] = rows
         choice = Choice(jnp.asarray(path, jnp.int32), jnp.array([count]), jnp.array([0]))
         shown = jnp.zeros((1, 4, hidden.shape[-1])).at[:, :count].set(hidden[None, at : at + count])
-        memory = observe_head(stored, tree, choice, shown)
+        memory = _observe(stored, tree, choice, shown)
         at += count
     return memory
 
 
+@jax.jit
 def _as_drafted(draft, memory, pending):
-    from treejax.drafters.head_cache import Passes
-
     return Passes(draft, memory, pending).memory
+
+
+_rest, _observe = jax.jit(rest_head), jax.jit(observe_head)
 
 
 def test_resting_leaves_the_cache_that_drafting_leaves():
