@@ -10,6 +10,7 @@ from treejax.ablation.draft_cost import DraftCost
 from treejax.ablation.drafting import Drafting
 from treejax.ablation.mechanism import Mechanism
 from treejax.ablation.requests import Requests
+from treejax.ablation.step_cost import StepCost
 from treejax.ablation.width_sweep import WidthSweep
 from treejax.ablation.write_timing import WriteTiming
 
@@ -21,6 +22,7 @@ EXPERIMENTS: dict[str, type] = {
     "width_sweep": WidthSweep,
     "atlas": Atlas,
     "write_timing": WriteTiming,
+    "step_cost": StepCost,
 }
 
 __all__ = ["EXPERIMENTS", "Cell", "Context", "Experiment", "Row"]
