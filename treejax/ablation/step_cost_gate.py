@@ -1,9 +1,9 @@
 """The gate of ``step_cost``: nothing is timed that does not compute what plain decoding computes.
 
-**Logits.** Every node of a tree of random tokens is held against plain decoding along its own path,
-from the same state. Both are right and neither is exact (``envelope``). What the bound is worth says
-``stranger_error``, printed beside it: how far a node's logits are from another node's at the least,
-which is what a fault would give.
+**Logits.** Every node of a tree of random tokens is held against plain decoding along its own
+path, from the same state. Both are right and neither is exact (``envelope``). What the bound is
+worth says ``stranger_error``, printed beside it: how far a node's logits are from another node's
+at the least, which is what a fault would give.
 
 **Published states.** After the deepest path, R, the convolution history and the new attention rows
 are held against plain's by the same tolerance, and the earlier rows bit for bit. That R is what
@@ -47,12 +47,11 @@ def envelope(sizes: ModelSizes) -> tuple[float, float]:
     below plain's own.
 
     A bfloat16 keeps 8 bits, so that one rounding is off by 2^-8 / sqrt(3) in the mean square. The
-    residual stream is rounded twice a layer, which adds up like a random walk to sqrt(2 L) of these;
-    two ways to compute the same differ by sqrt(2) of that; and what is off early grows on its way
-    through the layers, for which a factor of 3 is allowed: together 2^-8 sqrt(12 L), 0.11 at 64
-    layers (0.02 was seen at 16, where 0.05 is allowed). It is never less than what
-    ``agreement`` allows, 0.05, which is also all that float32 needs, there 1e-5. Its near tie of
-    0.25 nats grows alike.
+    residual stream is rounded twice a layer, which adds up like a random walk to sqrt(2 L) of
+    these; two ways to compute the same differ by sqrt(2) of that; and what is off early grows on
+    its way through the layers, for which a factor of 3 is allowed: together 2^-8 sqrt(12 L), 0.11
+    at 64 layers (0.02 was seen at 16, where 0.05 is allowed). The bound is never below that of
+    ``agreement``, 0.05 and in float32 1e-5; its near tie of 0.25 nats grows alike.
     """
     agreed = STATE_TOLERANCE[sizes.dtype]
     walk = 2.0**-8 * math.sqrt(12 * sizes.layers) if sizes.dtype == "bfloat16" else 0.0
