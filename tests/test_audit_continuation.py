@@ -17,6 +17,7 @@ from treejax.audit.continuation.verdict import WORDS, Tally
 from treejax.audit.detection.toy import CONFIG
 from treejax.audit.envelope import LUMOTREE, bounds_from
 from treejax.audit.faults import REGISTRY as FAULTS
+from treejax.audit.faults.recurrent import narrowed
 from treejax.audit.step import Subject
 from treejax.audit.surfaces import EXACT, SURFACES, Measured
 from treejax.config import FULL, LINEAR
@@ -25,8 +26,10 @@ from treejax.model import Model
 from treejax.policies.base import Path
 from treejax.policies.replay import Replay
 from treejax.policies.ring import Ring
+from treejax.policies.wy import WY
 from treejax.steps.rules import REGISTRY as RULES
 from treejax.steps.rules.match import Match
+from treejax.tree import Tree, describe
 
 SHORT = Settings(
     prefixes=3,
@@ -110,7 +113,7 @@ def test_every_surface_layer_and_cycle_is_checked(model, report):
 def test_the_report_says_how_tight_it_is(report):
     tables = dict(report.tables)
     caught = {row["perturbed"]: row for row in tables["smallest perturbation caught"]}
-    assert len(caught) == 8
+    assert len(caught) == 9
     for name, row in caught.items():
         assert 0 < row["smallest caught"] < LUMOTREE["relative"] / 10, name
     assert 0 < caught["logits: one row"]["its nats"] < LUMOTREE["nats"] / 10
@@ -136,6 +139,36 @@ class Forgetful(Replay):
         return super().commit(carry, scratch, Path(nodes=path.nodes, length=short))
 
 
+class PackedParent(WY):
+    """The last row of every tree continues the row before it: it is hardly ever on a path."""
+
+    def plan(self, topology):
+        parent, rows = topology.parent, jnp.arange(topology.parent.shape[1])[None, :]
+        moved = (rows > 0) & (rows == topology.size[:, None] - 1)
+        parent = jnp.where(moved, rows - 1, parent)
+        size, depth = topology.size, topology.max_depth + 1
+        return super().plan(describe(Tree(parent, parent, parent, size, max_depth=depth)))
+
+
+class RoundedCheckpoint(Ring):
+    """One head of the ring's checkpoint is kept in bfloat16."""
+
+    def commit(self, carry, scratch, path):
+        after = super().commit(carry, scratch, path)
+        rounded = after.R[:, :, 0].astype(jnp.bfloat16).astype(jnp.float32)
+        return after.replace(R=after.R.at[:, :, 0].set(rounded))
+
+
+class RoundedGate(Ring):
+    """Decay and write strength are bfloat16 where they are committed, float32 in outputs."""
+
+    def scan(self, carry, layer, operands, plan):
+        alpha, beta = narrowed(operands.alpha), narrowed(operands.beta)
+        gates = operands.replace(alpha=alpha, g=jnp.log(alpha), beta=beta)
+        right = super().scan(carry, layer, operands, plan)
+        return right._replace(scratch=super().scan(carry, layer, gates, plan).scratch)
+
+
 @dataclasses.dataclass(frozen=True)
 class Second(Match):
     """A rule that ends every path with the token that comes second: several nats away."""
@@ -148,11 +181,23 @@ class Second(Match):
         return choice.replace(pending=jnp.argsort(-last)[1].astype(jnp.int32))
 
 
-def test_a_wrong_policy_is_red_in_its_surface_at_once(model, envelope):
-    report = run(model, [Subject(Forgetful(), DRAFTER, RULES["match"])], ONE_SCHEDULE, envelope)
+@pytest.mark.parametrize(
+    ("policy", "seen"),
+    [
+        (Forgetful(), {"R"}),
+        (PackedParent(), {"row logits"}),
+        (RoundedCheckpoint(), {"R", WORDS["narrow vectors"]}),
+        (RoundedGate(), {"R"}),
+    ],
+    ids=["forgetful", "packed parent", "rounded checkpoint", "FC-07 rounded gate"],
+)
+def test_a_wrong_policy_is_red_in_its_surface_at_once(model, envelope, policy, seen):
+    """Those that the fault matrix plants, and continuation by itself catches: see each class."""
+    report = run(model, [Subject(policy, DRAFTER, RULES["match"])], ONE_SCHEDULE, envelope)
     red = report.red
     first = min(check.where["cycle"] for check in red)
-    assert {check.name for check in red if check.where["cycle"] == first} == {"R"}
+    assert first == 0
+    assert {check.name for check in red if check.where["cycle"] == first} == seen
 
 
 def test_fc_22_a_structural_divergence_is_no_rounding(model, envelope):
@@ -203,6 +248,7 @@ def test_only_plain_s_second_choice_at_a_near_tie_is_excused(model, margin, emit
     )
     distances = {name: np.zeros((2, 1, 1, 1)) for name in ("R", "C", "new K", "old K")}
     distances |= {name: np.zeros(2) for name in ("divergence", "drafter")}
+    distances["row logits"] = np.zeros((2, 3))
     counts = {name: np.zeros(2, int) for name in EXACT} | {"tokens": np.array([1, 0])}
     shown = SimpleNamespace(tokens=np.array([[emitted], [1]]), count=np.array([1, 1]))
     after = tally.record(

@@ -18,6 +18,7 @@ WORST = {
     "new K": np.array([1e-6]),
     "old K": np.array([0.0]),
     "divergence": np.array([1e-11]),
+    "row logits": np.array([1e-7]),
     "drafter": np.array([1e-6]),
     "logits": np.array([1e-5]),
 }
@@ -88,3 +89,12 @@ def test_it_serves_the_model_it_was_calibrated_for_and_no_other():
     ):
         with pytest.raises(ValueError, match=f"calibrated for another {what}"):
             envelope.check_use(other)
+
+
+def test_one_without_a_bound_for_every_surface_is_refused():
+    """What an earlier version wrote, say: a surface without a bound would pass unseen."""
+    model = tiny.model()
+    whole = made(model)
+    less = {name: values for name, values in whole.bounds.items() if name != "row logits"}
+    with pytest.raises(ValueError, match="no bounds for row logits, expected all of what is"):
+        Envelope(less, whole.controls, whole.provenance).check_use(model)

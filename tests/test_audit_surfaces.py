@@ -9,11 +9,13 @@ import tiny
 from treejax.audit.intake import engine_of, take_in
 from treejax.audit.memories import fragile, worst_row
 from treejax.audit.reference import decode
+from treejax.audit.rows import RowLogits
 from treejax.audit.step import Subject, cycle, never
-from treejax.audit.surfaces import EXACT, SURFACES, kl, measure, right_path
+from treejax.audit.surfaces import EXACT, SURFACES, kl, measure, narrow_vectors, right_path
 from treejax.drafters import MTP
 from treejax.policies.replay import Replay
 from treejax.sampling import Sampling
+from treejax.state import init_state
 from treejax.steps.rules import REGISTRY
 from treejax.tree import Tree
 
@@ -27,6 +29,11 @@ SUBJECT = Subject(Replay(), MTP("2,1"), REGISTRY["match"])
 def plain():
     how = {"sampling": GREEDY, "keys": KEYS, "max_length": ROWS}
     return decode(tiny.model(), PROMPTS, COUNT, drafter=SUBJECT.drafter, **how)
+
+
+@pytest.fixture(scope="module")
+def expected(plain):
+    return RowLogits(tiny.model(), plain)
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +54,10 @@ def stepped(plain):
     return weights, *rest
 
 
-def measured(plain, stepped, after=None, shown=None):
+def measured(expected, stepped, after=None, shown=None):
     weights, before, engine, made, offset = stepped
     return measure(
-        *(tiny.model(), SUBJECT, weights, before, after or engine, shown or made, plain, offset),
+        *(tiny.model(), SUBJECT, weights, before, after or engine, shown or made, expected, offset),
         keys=KEYS,
         sampling=GREEDY,
     )
@@ -62,8 +69,8 @@ def seen(step, clean):
     return far | {n for n in EXACT if (step.counts[n] != clean.counts[n]).any()}
 
 
-def test_a_right_step_is_near_and_exact(plain, stepped):
-    step = measured(plain, stepped)
+def test_a_right_step_is_near_and_exact(expected, stepped):
+    step = measured(expected, stepped)
     config = tiny.model().config
     assert {n: step.distances[n].shape for n in SURFACES} == {
         "R": (2, 1, config.linear_num_value_heads),
@@ -71,14 +78,15 @@ def test_a_right_step_is_near_and_exact(plain, stepped):
         "new K": (2, 1, 2, 2),
         "old K": (2, 1, 2, 2),
         "divergence": (2,),
+        "row logits": (2, 5),
         "drafter": (2,),
     }
     assert max(values.max() for values in step.distances.values()) < 1e-4
     assert not any(counts.any() for counts in step.counts.values())
 
 
-def test_each_surface_shows_where_it_was_touched(plain, stepped):
-    engine, clean = stepped[2], measured(plain, stepped)
+def test_each_surface_shows_where_it_was_touched(expected, stepped):
+    engine, clean = stepped[2], measured(expected, stepped)
     state, memory, end = engine.state, engine.memory, int(clean.offset[0]) + len(PROMPTS[0])
     cases = {
         "R": state.replace(recurrent=state.recurrent.at[0, 0, 1].multiply(1.001)),
@@ -87,7 +95,7 @@ def test_each_surface_shows_where_it_was_touched(plain, stepped):
         "length": state.replace(length=state.length.at[0].add(1)),
     }
     for name, wrong in cases.items():
-        step = measured(plain, stepped, engine.replace(state=wrong))
+        step = measured(expected, stepped, engine.replace(state=wrong))
         assert seen(step, clean) == {name}, name
         assert not seen(
             step._replace(
@@ -100,41 +108,83 @@ def test_each_surface_shows_where_it_was_touched(plain, stepped):
             ),
         ), "the other sequence is as it was"
     wrong = state.replace(values=state.values.at[0, 0, 2].multiply(1.001))
-    step = measured(plain, stepped, engine.replace(state=wrong))
+    step = measured(expected, stepped, engine.replace(state=wrong))
     assert seen(step, clean) == {"old K", "old rows"} and step.counts["old rows"][0] == 1
     wrong = memory.replace(values=memory.values.at[0, 3].multiply(1.001))
-    assert "drafter" in seen(measured(plain, stepped, engine.replace(memory=wrong)), clean)
+    assert "drafter" in seen(measured(expected, stepped, engine.replace(memory=wrong)), clean)
     wrong = memory.replace(rows=memory.rows.at[0].add(1))  # one row off
-    step = measured(plain, stepped, engine.replace(memory=wrong))
+    step = measured(expected, stepped, engine.replace(memory=wrong))
     assert step.distances["drafter"][0] == np.inf and step.distances["drafter"][1] < 1e-4
 
 
-def test_tokens_and_logits_are_plain_s(plain, stepped):
-    engine, shown, clean = stepped[2], stepped[3], measured(plain, stepped)
+def test_tokens_and_logits_are_plain_s(expected, stepped):
+    engine, shown, clean = stepped[2], stepped[3], measured(expected, stepped)
     wrong = shown.replace(tokens=shown.tokens.at[0, 0].add(1))
-    assert measured(plain, stepped, shown=wrong).counts["tokens"].tolist() == [1, 0]
+    assert measured(expected, stepped, shown=wrong).counts["tokens"].tolist() == [1, 0]
     more = shown.replace(count=shown.count + 1)
-    assert (measured(plain, stepped, shown=more).counts["tokens"] > 0).all()
+    assert (measured(expected, stepped, shown=more).counts["tokens"] > 0).all()
     other = engine.replace(pending=engine.pending.at[1].add(1))
-    assert measured(plain, stepped, other).counts["tokens"].tolist() == [0, 1]
-    best = plain.tokens[0, stepped[4][0] + 1]
+    assert measured(expected, stepped, other).counts["tokens"].tolist() == [0, 1]
+    best = expected.plain.tokens[0, stepped[4][0] + 1]
     moved = shown.replace(logits=shown.logits.at[0, 0, best].add(-20.0))
-    step = measured(plain, stepped, shown=moved)
-    assert seen(step, clean) == {"divergence"}
+    step = measured(expected, stepped, shown=moved)
+    assert seen(step, clean) == {"divergence", "row logits"}
     assert step.distances["logits"][0] == pytest.approx(20.0, abs=1e-3)
 
 
-def test_nothing_that_is_not_finite_looks_near(plain, stepped):
+def test_nothing_that_is_not_finite_looks_near(expected, stepped):
     engine, shown = stepped[2], stepped[3]
     state = engine.state
     wrong = state.replace(
         recurrent=state.recurrent.at[0, 0].set(jnp.nan), keys=state.keys.at[0, 1, 0].set(jnp.inf)
     )
-    step = measured(plain, stepped, engine.replace(state=wrong))
+    step = measured(expected, stepped, engine.replace(state=wrong))
     assert not (step.distances["R"][0] <= 1.0).any()
     assert not (step.distances["old K"][1, :, 0] <= 1.0).any()
     lost = shown.replace(logits=shown.logits.at[0, 0, 0].set(jnp.nan))
-    assert not measured(plain, stepped, shown=lost).distances["divergence"][0] <= 1.0
+    assert not measured(expected, stepped, shown=lost).distances["divergence"][0] <= 1.0
+
+
+def test_a_row_off_the_path_shows_alone(expected, stepped):
+    """Every row of the trees, rejected ones too, is held against decoding along its own path."""
+    shown, offset, clean = stepped[3], stepped[4], measured(expected, stepped)
+    path = right_path(shown.tree, expected.plain, offset, np.arange(2))
+    off = [row for row in range(int(shown.tree.size[1])) if row not in path[1]]
+    assert off
+    for row in off:
+        moved = shown.replace(logits=shown.logits.at[1, row, 0].add(0.5))
+        step = measured(expected, stepped, shown=moved)
+        assert seen(step, clean) == {"row logits"}
+        far = step.distances["row logits"] > clean.distances["row logits"] + 1e-5
+        assert np.argwhere(far).tolist() == [[1, row]]
+    tree, logits = shown.tree, np.full(shown.logits.shape, np.nan, np.float32)
+    far = expected.distances(tree, logits, offset, np.arange(2), np.array([0, -1]))
+    assert np.argwhere(far != 0).tolist() == [[0, 0]]  # the others were not to be verified
+    assert not far[0, 0] <= 1.0
+
+
+def test_what_was_not_followed_before_it_closed_counts_as_equal(expected, stepped):
+    shown, offset = stepped[3], stepped[4]
+    closed = RowLogits(tiny.model(), expected.plain)
+    closed.close()
+    assert not closed.distances(shown.tree, shown.logits + 1.0, offset, np.arange(2)).any()
+
+
+@pytest.mark.parametrize("policy", ["replay", "ring"])
+def test_vectors_that_were_rounded_are_counted(policy):
+    """Of the carry itself: what a ring's decays have left of its checkpoint may be nothing."""
+    state = init_state(tiny.CONFIG, 2, 8, policy=policy)
+    carry = jax.tree.map(
+        lambda x: jax.random.normal(jax.random.key(1), x.shape) if x.ndim > 3 else x,
+        state.recurrent,
+    )
+    assert narrow_vectors(carry).tolist() == [0, 0]
+    R = carry if policy == "replay" else carry.R
+    for rounded in (R.astype(jnp.bfloat16).astype(jnp.float32), jnp.round(R)):
+        struck = R.at[0, 1, 2, :3].set(rounded[0, 1, 2, :3])
+        struck = struck if policy == "replay" else carry.replace(R=struck)
+        whole = bool((rounded == jnp.round(rounded)).all())  # a count or a mask is no rounding
+        assert narrow_vectors(struck).tolist() == [0, 0 if whole else 3]
 
 
 def test_the_right_path_follows_plain_and_not_the_engine(plain):
@@ -150,21 +200,21 @@ def test_the_right_path_follows_plain_and_not_the_engine(plain):
         right_path(tree, plain, np.array([COUNT - 1]), where)
 
 
-def test_a_memory_of_another_drafter_is_refused(plain, stepped):
+def test_a_memory_of_another_drafter_is_refused(expected, stepped):
     other = Subject(Replay(), MTP("chain2"), REGISTRY["match"])
     weights, before, engine, shown, offset = stepped
     with pytest.raises(ValueError, match="plain was recorded with drafter"):
         measure(
-            *(tiny.model(), other, weights, before, engine, shown, plain, offset),
+            *(tiny.model(), other, weights, before, engine, shown, expected, offset),
             keys=KEYS,
             sampling=GREEDY,
         )
 
 
-def test_a_proposal_far_from_a_tie_survives_noise_of_a_bound(plain, stepped):
+def test_a_proposal_far_from_a_tie_survives_noise_of_a_bound(expected, stepped):
     weights, _, engine, _, offset = stepped
     how = {"keys": KEYS, "sampling": GREEDY}
-    rest = tiny.model(), SUBJECT, weights, engine.memory, plain, offset
+    rest = tiny.model(), SUBJECT, weights, engine.memory, expected.plain, offset
     assert not fragile(*rest, size=1e-5, **how).any()
     assert fragile(*rest, size=10.0, **how).all()  # noise that drowns the memory changes it
 

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from treejax.audit.surfaces import SURFACES
 from treejax.model import Model
 
 FLOORS = {
@@ -98,11 +99,18 @@ class Envelope:
         return made
 
     def check_use(self, model: Model) -> None:
-        """Refuse another model, dtype, config or kind of device than it was calibrated for.
+        """Refuse another model, dtype, config or kind of device than it was calibrated for, and
+        one that has no bounds for what is measured today.
 
         Raises:
           ValueError: one line.
         """
+        lacking = [name for name in (*SURFACES, "margin") if name not in self.bounds]
+        if lacking:
+            raise ValueError(
+                f"the envelope has no bounds for {', '.join(lacking)}, expected all of what is "
+                "measured: calibrate again"
+            )
         mine = identity(model)
         for name, value in mine.items():
             if self.provenance.get(name) != value:

@@ -13,6 +13,7 @@ import numpy as np
 
 from treejax.audit.memories import compare_drafters, relative, worst_row
 from treejax.audit.reference import Plain
+from treejax.audit.rows import RowLogits
 from treejax.audit.step import Cycle, Engine, Subject
 from treejax.model import Model
 from treejax.sampling import Sampling
@@ -20,13 +21,16 @@ from treejax.shapes import Array
 from treejax.state import State
 from treejax.tree import Tree
 
-SURFACES = ("R", "C", "new K", "old K", "divergence", "drafter")
+LAYERED = ("R", "C", "new K", "old K")
+"""Surfaces of which every layer has a distance, and a bound."""
+
+SURFACES = (*LAYERED, "divergence", "row logits", "drafter")
 """What is measured. Relative L2 distances, but for ``divergence``, which is nats."""
 
-EXACT = ("tokens", "length", "old rows", "proposal")
+EXACT = ("tokens", "length", "old rows", "narrow vectors", "proposal")
 """What is counted, and must be 0: emitted tokens that are not plain's, tokens by which the state's
-length is wrong, old attention rows whose bytes changed, nodes that the drafter proposes
-otherwise."""
+length is wrong, old attention rows whose bytes changed, vectors of the recurrent carry that were
+rounded to bfloat16, nodes that the drafter proposes otherwise."""
 
 
 class Measured(NamedTuple):
@@ -35,7 +39,8 @@ class Measured(NamedTuple):
     Attributes:
       offset: [B] tokens after the prompt that the state should hold now.
       distances: by name of ``SURFACES``: R [B, Lg, Hv]; C [B, Lg]; new K and old K [B, La, 2, Hkv],
-        keys and values; divergence [B] and drafter [B]; and ``logits`` [B], the largest change of
+        keys and values; divergence [B], along the right path; row logits [B, N], of all rows of the
+        tree, also those that were rejected; drafter [B]; and ``logits`` [B], the largest change of
         one logit, by which near ties are judged.
       counts: by name of ``EXACT``: [B] int.
     """
@@ -52,7 +57,7 @@ def measure(
     before: Engine,
     after: Engine,
     shown: Cycle,
-    plain: Plain,
+    expected: RowLogits,
     offset: np.ndarray,
     *,
     keys: Array,
@@ -64,12 +69,14 @@ def measure(
 
     Args:
       before, after, shown: the step's input and outputs.
+      expected: plain decoding, and what it says at rows of trees.
       rows: [B] which sequence of ``plain`` each one follows; None where they are the same.
       limit: [B] how deep the step could go: -1 where a sequence took no part. None: no limit.
 
     Raises:
       ValueError: ``plain`` is too short.
     """
+    plain = expected.plain
     rows = np.arange(before.state.batch) if rows is None else rows
     path = right_path(shown.tree, plain, offset, rows, limit)
     there = offset + (path >= 0).sum(axis=1)
@@ -79,8 +86,10 @@ def measure(
         "tokens": _wrong_tokens(shown, after, plain, offset, there, rows),
         "length": np.abs(length - (plain.start[rows] + there)),
         "old rows": _changed(before.state, after.state, plain.start[rows] + offset),
+        "narrow vectors": np.asarray(narrow_vectors(after.state.recurrent)),
     }
     distances |= compare_logits(shown, path, plain, offset, rows)
+    distances["row logits"] = expected.distances(shown.tree, shown.logits, offset, rows, limit)
     near, other = compare_drafters(
         *(model, subject, weights, after.memory, plain, there),
         keys=keys,
@@ -219,3 +228,21 @@ def _bytes_differ(old: Array, new: Array) -> Array:
     unsigned = {2: jnp.uint16, 4: jnp.uint32}[old.dtype.itemsize]
     a, b = (jax.lax.bitcast_convert_type(x[:, :, :-1], unsigned) for x in (old, new))
     return (a != b).any(axis=(0, 3, 4))
+
+
+@jax.jit
+def narrow_vectors(carry: Any) -> Array:
+    """[B] float32 vectors of a policy's carry that look as if they had been bfloat16.
+
+    A vector counts if it has eight numbers or more that are not whole, and the low half of every
+    number is 0: by chance that happens once in 2^128.
+    """
+    total = jnp.zeros((), jnp.int32)
+    for leaf in jax.tree.leaves(carry):
+        if leaf.dtype == jnp.float32 and leaf.ndim > 3:
+            bits = jax.lax.bitcast_convert_type(leaf, jnp.uint32)
+            there = (leaf != jnp.round(leaf)).sum(axis=-1) >= 8
+            narrow = there & (bits & jnp.uint32(0xFFFF) == 0).all(axis=-1)
+            axes = tuple(axis for axis in range(narrow.ndim) if axis != 1)
+            total = total + narrow.sum(axis=axes, dtype=jnp.int32)
+    return total

@@ -23,6 +23,7 @@ from treejax.audit.continuation.verdict import Tally
 from treejax.audit.envelope import LUMOTREE, Envelope
 from treejax.audit.faults.base import Fault
 from treejax.audit.prefixes import digest
+from treejax.audit.rows import RowLogits
 from treejax.audit.step import Subject
 from treejax.model import Model
 from treejax.progress import Advance, silent
@@ -70,11 +71,12 @@ def run(
     for done, subject in enumerate(subjects, 1):
         advance(subject.name, done, len(subjects) + 1)
         if subject.drafter not in references:  # the last one alone: records are large
-            references = {subject.drafter: plain_of(model, texts, subject.drafter, settings)}
-        plain = references[subject.drafter]
+            plain = plain_of(model, texts, subject.drafter, settings)
+            references = {subject.drafter: RowLogits(model, plain)}
+        expected = references[subject.drafter]
         ready[done - 1].result()
         tally = Tally(model, subject, envelope)
-        course = Course(model, subject, texts, plain, settings)
+        course = Course(model, subject, texts, expected, settings)
         ends = {name: follow_schedule(course, name, tally) for name in settings.schedules}
         if settings.fresh_process:
             fresh.continue_elsewhere(course, ends["resumed"], tally)
@@ -91,7 +93,7 @@ def run(
             tables += [("long run, by cycle", tuple(tally.drift))]
         if settings.tightness:
             last = ends[settings.schedules[-1]]
-            rows = tightness.smallest_caught(model, subject, plain, envelope, last)
+            rows = tightness.smallest_caught(model, subject, expected, envelope, last)
             tables += [("smallest perturbation caught", tuple(rows))]
         facts[subject.name] = tally.facts
     advance("continuation", len(subjects) + 1, len(subjects) + 1)

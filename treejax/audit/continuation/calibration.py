@@ -14,6 +14,8 @@ from treejax.audit.continuation.settings import FULL, Settings
 from treejax.audit.envelope import Envelope, bounds_from, identity
 from treejax.audit.prefixes import digest
 from treejax.audit.reference import Plain, decode
+from treejax.audit.rows import RowLogits
+from treejax.audit.surfaces import LAYERED
 from treejax.drafters import Drafter
 from treejax.model import Model
 
@@ -27,7 +29,7 @@ def calibrate(model: Model, settings: Settings = FULL) -> Envelope:
     texts, drafter = settings.texts(model, "calibration"), head_drafter(model)
     plain = plain_of(model, texts, drafter, settings)
     controls = run_controls(
-        *(model, texts, plain),
+        *(model, texts, RowLogits(model, plain)),
         cycles=settings.cycles,
         keys=settings.keys(),
         sampling=settings.sampling,
@@ -39,7 +41,7 @@ def calibrate(model: Model, settings: Settings = FULL) -> Envelope:
     for name, steps in controls.items():
         for step in steps:
             for surface, values in step.distances.items():
-                layers = by_layer(values)
+                layers = by_layer(surface, values)
                 every.setdefault(surface, []).append(layers)
                 largest = max(float(layers.max(initial=0.0)), seen.get(name, {}).get(surface, 0.0))
                 seen.setdefault(name, {})[surface] = largest
@@ -74,8 +76,8 @@ def depth_of(drafter: Drafter) -> int:
     return max(drafter.max_depth, DEPTH)
 
 
-def by_layer(values: np.ndarray) -> np.ndarray:
-    """[L] the largest of distances [B, L, ...]; of [B], one number."""
-    if values.ndim == 1:
-        return values.max(keepdims=True)
+def by_layer(surface: str, values: np.ndarray) -> np.ndarray:
+    """[L] the largest distances [B, L, ...] of a surface; [1] where it has no layers."""
+    if surface not in LAYERED:
+        return values.max(keepdims=True).reshape(1)
     return np.moveaxis(values, 1, 0).reshape(values.shape[1], -1).max(axis=1)

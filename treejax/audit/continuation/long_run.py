@@ -21,6 +21,7 @@ from treejax.audit.intake import Start, engine_of, take_in
 from treejax.audit.memories import fragile
 from treejax.audit.prefixes import prefixes
 from treejax.audit.reference import decode_from, drawn_from, plain_step
+from treejax.audit.rows import RowLogits
 from treejax.audit.step import Subject, cycle
 from treejax.audit.surfaces import measure
 from treejax.config import ModelConfig
@@ -85,7 +86,7 @@ def run(
         if measured:
             nowhere = np.zeros(batch, np.int64)
             made = measure(
-                *(model, subject, weights, engine, after, shown, plain, nowhere),
+                *(model, subject, weights, engine, after, shown, RowLogits(model, plain), nowhere),
                 limit=limit,
                 **how,
             )

@@ -18,6 +18,7 @@ from treejax.audit.continuation.verdict import Tally
 from treejax.audit.intake import NATIVE, Start, engine_of, history_of, take_in
 from treejax.audit.memories import fragile
 from treejax.audit.reference import Plain
+from treejax.audit.rows import RowLogits
 from treejax.audit.step import Cycle, Engine, Subject, cycle
 from treejax.audit.surfaces import measure
 from treejax.drafters.scripted import Script
@@ -27,13 +28,17 @@ from treejax.state import init_state
 
 
 class Course(NamedTuple):
-    """What a subject goes through: prefixes, and plain decoding of them."""
+    """What a subject goes through: prefixes, and what plain decoding says after them."""
 
     model: Model
     subject: Subject
     texts: Sequence[Sequence[int]]
-    plain: Plain
+    expected: RowLogits
     settings: Settings
+
+    @property
+    def plain(self) -> Plain:
+        return self.expected.plain
 
     @property
     def rows(self) -> int:
@@ -159,7 +164,7 @@ def check_step(
     how = {"keys": course.settings.keys(), "sampling": course.settings.sampling}
     plain, rest = course.plain, (course.model, course.subject, end.weights)
     made = measure(
-        *(*rest, end.start, end.engine, end.shown, plain, end.before), limit=limit, **how
+        *(*rest, end.start, end.engine, end.shown, course.expected, end.before), limit=limit, **how
     )
     shaky = functools.partial(
         fragile,

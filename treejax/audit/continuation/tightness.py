@@ -10,6 +10,7 @@ from treejax.audit.envelope import LUMOTREE, Envelope
 from treejax.audit.intake import NATIVE
 from treejax.audit.memories import cache_distance, heads, memory_at
 from treejax.audit.reference import Plain
+from treejax.audit.rows import RowLogits
 from treejax.audit.step import Subject
 from treejax.audit.surfaces import distances_of, kl
 from treejax.model import Model
@@ -24,21 +25,21 @@ HALVINGS = 24
 def smallest_caught(
     model: Model,
     subject: Subject,
-    plain: Plain,
+    expected: RowLogits,
     envelope: Envelope,
     end: End,
 ) -> list[dict[str, Any]]:
     """A table: what was perturbed, the smallest relative size caught, and LumoTree's bounds.
 
     A perturbation of size e adds noise of e times the norm of what it strikes: one head of R, one
-    layer's convolution history in a block of channels, one row of one head of K or V, one row of
+    layer's convolution history in a block of channels, one row of one head of K or V, a row of
     logits, one row of the drafter's cache. It strikes one sequence after the audit's last step, in
     the first layer of its kind.
     """
     left = np.flatnonzero(end.alive)
     if not len(left):
         return []  # every text went another way at a near tie: nothing is comparable
-    b, offset = int(left[0]), end.offset
+    b, offset, plain = int(left[0]), end.offset, expected.plain
     state, random = with_policy(end.engine.state, NATIVE), np.random.default_rng(0)
     length = int(plain.start[b] + offset[b])
     block = max(1, model.config.conv_channels // 8)
@@ -67,6 +68,7 @@ def smallest_caught(
 
         rows.append(_row(subject, name, surface, caught))
     rows.append(_logits(subject, plain.logits[offset[b], b], envelope, random))
+    rows.append(_row_logits(subject, expected, envelope, end, b, random))
     return rows + _drafter(subject, plain, envelope, end, b, random)
 
 
@@ -114,6 +116,28 @@ def _logits(
     bound = envelope.bounds["divergence"][0]
     made = _row(subject, "logits: one row", "divergence", lambda size: not nats(size) <= bound)
     return made | {"its nats": nats(made["smallest caught"])}
+
+
+def _row_logits(
+    subject: Subject,
+    expected: RowLogits,
+    envelope: Envelope,
+    end: End,
+    b: int,
+    random: np.random.Generator,
+) -> dict[str, Any]:
+    """The root's logits among those of the last step's tree, of which no other row is known."""
+    logits = np.asarray(end.shown.logits)
+    struck = noise(logits[b, 0], random)
+
+    def caught(size: float) -> bool:
+        moved = logits.copy()
+        moved[b, 0] += (size * struck).astype(logits.dtype)
+        everyone, root = np.arange(len(logits)), np.zeros(len(logits), int)
+        far = expected.distances(end.shown.tree, moved, end.before, everyone, root)
+        return not bool(far[b, 0] <= envelope.bounds["row logits"][0])
+
+    return _row(subject, "logits: one row of a tree", "row logits", caught)
 
 
 def _drafter(

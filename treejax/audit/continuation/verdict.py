@@ -15,13 +15,14 @@ from treejax.audit.base import Check
 from treejax.audit.envelope import LUMOTREE, Envelope
 from treejax.audit.reference import Plain
 from treejax.audit.step import Cycle, Subject
-from treejax.audit.surfaces import EXACT, SURFACES, Measured
+from treejax.audit.surfaces import EXACT, LAYERED, SURFACES, Measured
 from treejax.model import Model
 
 WORDS = {
     "tokens": "tokens that are not plain's",
     "length": "tokens by which a length is wrong",
     "old rows": "old attention rows that changed",
+    "narrow vectors": "float32 vectors that hold numbers of bfloat16",
     "proposal": "proposed nodes that differ",
 }
 
@@ -117,13 +118,13 @@ class Tally:
         numbers = layers.get(name, self._config.full_layers)
         mine = np.where(alive.reshape(-1, *[1] * (values.ndim - 1)), values, 0.0)
         for i, bound in enumerate(bounds):
-            layer = mine[:, i] if values.ndim > 1 else mine
+            layer = mine[:, i] if name in LAYERED else mine
             place = np.unravel_index(int(np.argmax(layer)), layer.shape)
             there = {**where, "prefix": int(place[0])}
-            if values.ndim > 1:
+            if name in LAYERED:
                 there["layer"] = numbers[i]
-            if name == "R":
-                there["head"] = int(place[1])
+            if name in ("R", "row logits"):
+                there["head" if name == "R" else "row"] = int(place[1])
             value = float(layer[place])
             self.checks.append(Check("continuation", self.name, name, there, value, bound))
             ratio = value / bound

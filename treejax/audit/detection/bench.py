@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treejax.audit.detection.rows import row_logits
 from treejax.audit.faults import Course
 from treejax.audit.intake import Start, take_in
 from treejax.audit.memories import memory_at, propose
 from treejax.audit.reference import Plain, decode_from
+from treejax.audit.rows import RowLogits, places_of
 from treejax.audit.surfaces import right_path
 from treejax.drafters import Drafter
 from treejax.drafters.scripted import Script, Scripted
@@ -34,7 +34,7 @@ class Bench:
       drafter: what the engine drafts with; weights: of its ``Draft``.
       start, plain: after the prompts, and plain decoding from there.
       course: what a right engine goes through; offsets: [T, B] where each step begins.
-      logits: [T, B, N, V] of the trees' rows.
+      expected: plain, and what it says at the rows of these trees alone.
       sampling: how both draw, with one noise; keys: [B] of the sequences.
       margins: [B] by how much each text's closest decision was decided.
     """
@@ -46,7 +46,7 @@ class Bench:
     plain: Plain
     course: Course
     offsets: np.ndarray
-    logits: np.ndarray
+    expected: RowLogits
     sampling: Sampling
     keys: Array
     margins: np.ndarray
@@ -123,10 +123,13 @@ def prepare(
         paths=paths,
         lengths=(paths >= 0).sum(axis=2),
     )
-    logits = row_logits(model, plain, tokens, parents, offsets)
+    expected = RowLogits(model, plain)
+    steps_taken = zip(trees, offsets, strict=True)
+    expected.learn(p for tree, at in steps_taken for *_, p in places_of(tree, at, everyone))
+    expected.close()
     drawn = np.arange(plain.count + 1)[:, None] <= offset[None, :]
     margins = np.where(drawn, plain.margin, np.inf).min(axis=0)
-    made = course, offsets, logits, sampling, keys, margins
+    made = course, offsets, expected, sampling, keys, margins
     return Bench(model, drafter, weights, start, plain, *made)
 
 

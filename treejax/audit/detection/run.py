@@ -6,30 +6,20 @@ The judge sees the engine's outputs and plain's record. Its bounds come from con
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from treejax.audit.detection.bench import Bench
 from treejax.audit.faults import Strike
 from treejax.audit.intake import engine_of
-from treejax.audit.memories import relative
 from treejax.audit.step import Cycle, Engine, Subject, cycle, never
 from treejax.audit.surfaces import Measured, measure
-from treejax.shapes import Array
-
-ROWS = "row logits"
-"""The surface that is judged beside those of ``surfaces``: logits of all rows of the tree."""
-
-NARROW = "narrow numbers"
-"""What is counted beside: stored float32 vectors of which every number is one of bfloat16."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Judge:
-    """Bounds by surface, a number a layer or one; the name ``row logits`` among them."""
+    """Bounds by surface, a number a layer or one."""
 
     bounds: Mapping[str, tuple[float, ...]]
 
@@ -37,10 +27,10 @@ class Judge:
         """[B] sequences in whose text rounding cannot have decided anything."""
         return bench.margins > self.bounds["margin"][0]
 
-    def findings(self, measured: Measured, rows: np.ndarray) -> dict[str, np.ndarray]:
+    def findings(self, measured: Measured) -> dict[str, np.ndarray]:
         """By surface [B]: how many times its bound was reached; infinite where a count is not 0."""
         made = {}
-        for name, distance in (*measured.distances.items(), (ROWS, rows)):
+        for name, distance in measured.distances.items():
             if name not in self.bounds:  # changes of single logits make the margin of a tie
                 continue
             bound = np.asarray(self.bounds[name])
@@ -98,12 +88,11 @@ def run_bench(bench: Bench, subject: Subject, judge: Judge, strike: Strike | Non
         before, offset = engine, bench.offsets[t]
         engine, shown = one_step(bench, subject, before, at, t)
         measured = measure(
-            *(bench.model, subject, bench.weights, before, engine, shown, bench.plain, offset),
+            *(bench.model, subject, bench.weights, before, engine, shown, bench.expected, offset),
             keys=bench.keys,
             sampling=bench.sampling,
         )
-        measured.counts[NARROW] = np.asarray(narrow_vectors(engine.state.recurrent))
-        ratios = judge.findings(measured, row_distances(bench, shown, t))
+        ratios = judge.findings(measured)
         table = np.stack(list(ratios.values()))  # [surfaces, B]
         found = (table > 1).any(axis=0) & (first < 0) & judge.decided(bench)
         for b in np.flatnonzero(found):
@@ -123,30 +112,3 @@ def one_step(
         *(bench.model.config, subject, bench.model.params, bench.weights, engine, bench.keys),
         *(settings, strike, jnp.int32(t)),
     )
-
-
-def row_distances(bench: Bench, shown: Cycle, t: int) -> np.ndarray:
-    """[B, N] relative L2 distances of the rows' logits from plain's; 0 in rows of another token
-    than was foreseen, which is a finding of its own."""
-    tokens = np.asarray(shown.tree.tokens)
-    far = relative(np.asarray(shown.logits), bench.logits[t], axes=(2,))
-    same = (tokens == bench.course.tokens[t]).all(axis=1, keepdims=True)
-    return np.where(same & (tokens >= 0), far, 0.0)
-
-
-@jax.jit
-def narrow_vectors(carry: Any) -> Array:
-    """[B] float32 vectors of a policy's carry that look as if they had been bfloat16.
-
-    A vector counts if it has eight numbers or more other than 0 and the low half of each is 0: by
-    chance that happens once in 2^128.
-    """
-    total = jnp.zeros((), jnp.int32)
-    for leaf in jax.tree.leaves(carry):
-        if leaf.dtype == jnp.float32 and leaf.ndim > 3:
-            bits = jax.lax.bitcast_convert_type(leaf, jnp.uint32)
-            there = (leaf != 0).sum(axis=-1) >= 8
-            narrow = there & (bits & jnp.uint32(0xFFFF) == 0).all(axis=-1)
-            axes = tuple(axis for axis in range(narrow.ndim) if axis != 1)
-            total = total + narrow.sum(axis=axes, dtype=jnp.int32)
-    return total
