@@ -45,8 +45,9 @@ class Lot:
                 bench.release()
 
     def _run(self, context: Context, cells: Sequence[Cell]) -> Iterator[Row]:
-        problems = compile_benches(self.every, self._split, context.say)
-        problems |= {bench.name: IDLE for bench in self.benches if self._is_idle(bench, problems)}
+        problems = {bench.name: IDLE for bench in self.benches if _is_idle(bench)}
+        acting = [bench for bench in self.every if bench.name not in problems]
+        problems |= compile_benches(acting, self._split, context.say)
         memory = {b.name: self._memory(b, problems) for b in self.every}
         verdicts = self._check(context, problems)
         green = [bench for bench in self.every if self._problem(bench, problems, verdicts) is None]
@@ -114,12 +115,6 @@ class Lot:
         problem = self._problem(self.plain, problems, verdicts)
         return None if problem is None else f"plain decoding fails: {problem}"
 
-    def _is_idle(self, bench: Bench, problems: dict[str, str]) -> bool:
-        """Whether an arm would undo what is not there."""
-        if bench.arm.off != "attention" or bench.name in problems:
-            return False
-        return not attention_acts(bench.abstract_state(), bench.abstract_tree())
-
     def _memory(self, bench: Bench, problems: dict[str, str]) -> Row:
         if bench.name in problems:
             return {}
@@ -137,6 +132,13 @@ class Lot:
 
     def _bench(self, cell: Cell) -> Bench:
         return next(bench for bench in self.every if bench.name == cell.arm)
+
+
+def _is_idle(bench: Bench) -> bool:
+    """Whether an arm would undo what is not there."""
+    if bench.arm.off != "attention":
+        return False
+    return not attention_acts(bench.abstract_state(), bench.abstract_tree())
 
 
 def compile_benches(
