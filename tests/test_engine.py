@@ -95,7 +95,7 @@ def test_stream_yields_what_complete_returns():
 
 def served_by(compiled):
     """The programs among them that run the model."""
-    programs = "absorb", "prime", "adopt", "step"
+    programs = "absorb", "prime", "adopt", "steps"
     return {name for name in compiled if name in {f"jit({program})" for program in programs}}
 
 
@@ -315,7 +315,7 @@ def test_fc23_policies_drafters_and_settings_share_what_takes_in_the_prompt():
     with compilations() as compiled:
         how = {"policy": "ring", "drafter": "suffix", "tree": "chain2", "sampling": penalised}
         complete(model, PROMPT, max_tokens=2, **how)
-    assert served_by(compiled) == {"jit(prime)", "jit(adopt)", "jit(step)"}
+    assert served_by(compiled) == {"jit(prime)", "jit(adopt)", "jit(steps)"}
 
 
 def test_fc23_all_that_a_rollback_needs_stays_readable():

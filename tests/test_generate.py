@@ -67,7 +67,7 @@ def test_fc26_all_defaults_run_end_to_end_and_the_summary_tells(command):
     assert status == 0, err
     assert out == expected(40)
     lines = dict(line.split(maxsplit=1) for line in err.splitlines())
-    names = "prompt generated tree drafted acceptance memory policy kernels check"
+    names = "prompt generated tree drafted acceptance visits memory policy kernels check"
     assert set(lines) == set(names.split())
     assert lines["kernels"] == "none: the kernels need a Hopper GPU, the default device is a CPU"
     assert lines["prompt"].startswith("8 tok") and "not in rates" in lines["prompt"]
@@ -125,6 +125,18 @@ def test_stop_strings_end_the_text(command):
     assert json.loads(err)["finish_reason"] == "stop"
 
 
+def test_steps_per_visit_reach_the_loop(command):
+    """The same text; the statistics say how often the host looked."""
+    base = ["--prompt", PROMPT, "--plain", "--max-tokens", "20", "--stats", "json"]
+    for count, visits in (("1", 19), ("8", 3)):
+        status, out, err = command(*base, "--steps-per-visit", count)
+        assert (status, out) == (0, expected(20, drafter=None))
+        figures = json.loads(err)
+        assert (figures["visits"], figures["steps_per_visit"]) == (visits, int(count))
+        assert figures["steps"] == 19 and figures["wasted_steps"] == 0
+        assert 0 < figures["wait_s"] <= figures["decode_s"] and figures["idle_s"] >= 0
+
+
 def test_sampling_options_reach_the_sampler(command):
     """Same seed, same text; another seed or setting, another text."""
     base = ["--prompt", PROMPT, "--plain", "--max-tokens", "16", "--stats", "none"]
@@ -155,6 +167,8 @@ def test_sampling_options_reach_the_sampler(command):
         (["--prompt", "x", "--tree", "oak"], "tree 'oak' is unknown"),
         (["--prompt", "x", "--drafter", "mtp", "--tree", "best4x2"], "cannot fill"),
         (["--prompt", "x", "--dtype", "float16"], "invalid choice"),
+        (["--prompt", "x", "--steps-per-visit", "33"], "'33' is no number of steps, expected an"),
+        (["--prompt", "x", "--steps-per-visit", "few"], "'few' is no number of steps"),
         (["--prompt", "x", "--stop", ""], "a stop string is empty"),
         (["--prompt", "x", "--stats-file", "/no/such/dir/f"], "/no/such/dir/f: No such file"),
         (["--prompt", "x\udcff"], "the prompt is not valid UTF-8 at byte 1"),

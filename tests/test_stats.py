@@ -10,6 +10,7 @@ INTERFACE = """num_drafts num_draft_tokens num_accepted_tokens accepted_per_pos 
 node_use tokens steps prefill_s decode_s compile_s decode_tokens_per_s state_bytes scratch_bytes
 policy drafter tree implementation device finish_reason"""
 SINCE = {"rule", "lossless"}  # how candidates were accepted, since rules can be chosen
+VISITS = {"steps_per_visit", "visits", "wait_s", "idle_s", "wasted_steps"}  # host and device
 
 
 def counted():
@@ -47,16 +48,20 @@ def test_the_first_token_belongs_to_the_prompt_and_not_to_decoding():
 def test_the_names_are_the_interfaces():
     """As JSON: exactly the promised names, and numbers that survive the round trip."""
     figures = json.loads(json.dumps(counted().as_dict()))
-    assert set(figures) == set(INTERFACE.split()) | SINCE
+    assert set(figures) == set(INTERFACE.split()) | SINCE | VISITS
     assert figures["accepted_per_pos"] == [3, 2, 1, 1]
     assert figures["acceptance_length"] == 2.75
 
 
 def test_the_text_shows_every_number_with_its_formula():
     stats = counted()
-    stats.tokens, stats.prefill_s, stats.decode_s, stats.compile_s = 13, 0.5, 4.0, 2.25
+    stats.tokens, stats.prefill_s, stats.compile_s = 13, 0.5, 2.25
     stats.state_bytes, stats.scratch_bytes = 3 * 2**20, 2**19
     stats.policy, stats.drafter, stats.tree, stats.device = "wy", "mtp", "hydra27", "cpu"
+    for steps, wait in ((3, 1.0), (2, 0.5)):
+        stats.count_visit(steps, 2.0, wait, 0.25)
+    assert (stats.visits, stats.steps_per_visit, stats.decode_s) == (2, 3, 4.0)
+    stats.wasted_steps = 1
     text = stats_text(stats, 23, make_drafter("mtp+suffix", "hydra27"), "float32", "equal 13/13")
     assert text == (
         "prompt      23 tok   prefill 46.0 tok/s   first token 500 ms   "
@@ -66,6 +71,8 @@ def test_the_text_shows_every_number_with_its_formula():
         "tree        27 nodes   depth 11   11 paths\n"
         "drafted     65 nodes in 4 drafts   accepted 7   node use 10.8 %\n"
         "acceptance  2.75 tok/draft = 1 + 7/4   by depth 0.75 0.50 0.25 0.25\n"
+        "visits      2 of at most 3 steps   host waited 1.50 s   device idle at most 0.50 s   "
+        "1 wasted after the stop string\n"
         "memory      scratch 0.5 MiB   state 3.0 MiB\n"
         "check       equal 13/13\n"
     )

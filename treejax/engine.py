@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from treejax.loop import Piece, run
+from treejax.loop import run
 from treejax.model import Model
 from treejax.policies import Policy
-from treejax.requests import Request, make_requests
+from treejax.requests import Piece, Request, make_requests
 from treejax.sampling import Sampling
 from treejax.stats import Stats
 from treejax.steps.rules.base import Rule
@@ -50,6 +50,7 @@ def complete(
     seed: int | Sequence[int] = 0,
     stop: Sequence[str | int] = (),
     logprobs: bool = False,
+    steps_per_visit: int | str = "auto",
 ) -> Any:
     """Continue one prompt or several.
 
@@ -71,6 +72,10 @@ def complete(
       seed: one for all prompts (a stream is the same alone and in a batch), or one a prompt.
       stop: strings that end a text, and token ids beside the model's own end tokens.
       logprobs: report the model's log-probability of every token.
+      steps_per_visit: steps that the device makes between two visits of the host, 1 to 32 (vLLM's
+        ``num_scheduler_steps``), or "auto", as many as fit into 1/25 s; the statistics say how many
+        that was. The text is the same. After a stop string the device runs on to the end of the
+        next visit at most; what it does for nothing is counted as ``wasted_steps``.
 
     Returns:
       A ``Generation``, or a list of them if ``prompts`` is a list of prompts.
@@ -80,7 +85,13 @@ def complete(
     )
     requests = make_requests(model, [prompts] if single else prompts, max_tokens, stop)
     how = (policy, drafter, tree, sampling, seed)
-    for _ in run(model, requests, *how, logprobs, implementation=implementation, rule=rule):
+    served = run(
+        *(model, requests, *how, logprobs),
+        implementation=implementation,
+        rule=rule,
+        steps_per_visit=steps_per_visit,
+    )
+    for _ in served:
         pass
     results = [_result(request, logprobs) for request in requests]
     return results[0] if single else results
@@ -99,6 +110,7 @@ def stream(
     rule: str | Rule = "match",
     seed: int = 0,
     stop: Sequence[str | int] = (),
+    steps_per_visit: int | str = "auto",
 ) -> Iterator[Piece]:
     """Continue one prompt and yield a ``Piece`` a step; arguments as for ``complete``.
 
@@ -106,8 +118,14 @@ def stream(
     """
     (request,) = make_requests(model, [prompt], max_tokens, stop)
     how = (policy, drafter, tree, sampling, seed)
-    for pieces in run(model, [request], *how, implementation=implementation, rule=rule):
-        yield pieces[0]
+    served = run(
+        *(model, [request], *how),
+        implementation=implementation,
+        rule=rule,
+        steps_per_visit=steps_per_visit,
+    )
+    for (piece,) in served:
+        yield piece
     return _result(request, False)
 
 

@@ -93,6 +93,7 @@ def generate(
         warm_up=True,
         implementation=kernels.implementation,
         rule=options.rule,
+        steps_per_visit=options.steps_per_visit,
     )
     printer = printing.TextPrinter(sys.stdout)
     if sys.stderr.isatty():  # the first run of new shapes is silent for a while

@@ -1,15 +1,22 @@
 """The loop: propose, verify, select, publish, until every sequence has what it asked for.
 
-``steps.together.step`` is those four in one compiled program. Around it the host only carries out
-what needs a host: exact budgets, stop tokens, text. Plain decoding is the same step with a drafter
-that proposes nothing.
+``steps.together`` is those four as one step, and ``steps.many`` makes as many of them on the device
+as the host asks for at a visit, with exact budgets and end tokens. The host does what needs a host:
+text, and stop strings in it. The next visit is asked for before the last one is fetched, unless the
+drafter chooses its form by how that went. Plain decoding is the same step with a drafter that
+proposes nothing.
+
+No drafter needs the host between steps: what a drafter knows of the sequences is ``memory`` on the
+device, the text that ``suffix`` looks up included. The host hands it finished responses, ``learn``,
+when all requests are served.
 """
 
 import logging
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from numbers import Integral
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,41 +28,29 @@ from treejax.history import History, begin
 from treejax.model import Model, check_prompt, prompt_blocks
 from treejax.policies import Policy, kernel_problem, make_policy
 from treejax.policies.choose import choose_policy
-from treejax.requests import Request
+from treejax.requests import Piece, Request
 from treejax.sampling import Sampling
 from treejax.shapes import Array
 from treejax.state import State, init_state, state_bytes, with_policy
 from treejax.stats import Stats
-from treejax.steps.prompt import PROMPT_POLICY, Intake, adopt, first_token
+from treejax.steps.many import MOST_STEPS, end_tokens, steps
+from treejax.steps.prompt import PROMPT_POLICY, Intake, adopt, first_token, variants
 from treejax.steps.rules import rule_for
 from treejax.steps.rules.base import Rule
-from treejax.steps.together import Carry, Emission, step
+from treejax.steps.together import Carry
+from treejax.steps.visits import Visits
 
 _log = logging.getLogger(__name__)
 
 CACHE_ROWS = 256
 """States are allocated in multiples of this, so that nearby lengths share compiled programs."""
 
+VISIT_SECONDS = 0.04
+"""What a visit takes at most where the loop decides: a text that comes 25 times a second flows, and
+the host's half a millisecond a visit is one per cent of it, however short a model's steps are."""
+
 DEFAULT_DRAFTER, DEFAULT_TREE = "mtp+suffix", "hydra8"
 """What drafts unless asked otherwise, where the model has an MTP head; "suffix" elsewhere."""
-
-
-class Piece(NamedTuple):
-    """What ``stream`` yields: the tokens of a step, and the text that became certain with each.
-
-    Attributes:
-      texts: per token; empty while a character or a possible stop string is incomplete.
-      tokens: the step's tokens.
-      drafted: per token, whether a drafter had proposed it.
-    """
-
-    texts: tuple[str, ...]
-    tokens: tuple[int, ...]
-    drafted: tuple[bool, ...]
-
-    @property
-    def text(self) -> str:
-        return "".join(self.texts)
 
 
 def run(
@@ -71,19 +66,27 @@ def run(
     implementation: str = "auto",
     max_length: int | None = None,
     rule: str | Rule = "match",
+    steps_per_visit: int | str = "auto",
 ) -> Generator[list[Piece], None, State | None]:
     """Serve requests of one batch to their end, and yield a list of pieces a step, one a request.
 
     All programs are compiled before the first token is computed; no step compiles afterwards. The
     return value is the state after the last step, which holds every token but the pending ones; it
-    is None if nothing was asked for. ``warm_up`` also runs the programs once before, without
+    is None if nothing was asked for. Of a sequence that a stop string ended it holds what the
+    device had decoded when the host saw the string, all but the last token: the rest of that visit,
+    and the next visit if it was under way. ``warm_up`` also runs the programs once before, without
     effect: the first run of a program is slow, and would count as decoding in a new process.
     ``max_length`` is how many tokens the state has room for: calls that share it share programs;
-    None takes as few steps of ``CACHE_ROWS`` as these requests need.
+    None takes as few steps of ``CACHE_ROWS`` as these requests need. ``steps_per_visit`` is how
+    many steps the device makes between two visits of the host, 1 to ``MOST_STEPS``: the stream is
+    the same, and the pieces of a visit come one after the other. "auto" is as many as fit into
+    ``VISIT_SECONDS`` by the last visit's time; for a drafter of several forms, which chooses one
+    step by step, it is 1.
 
     Raises:
       ValueError: one line: a setting, or a ``max_length`` that is too small.
     """
+    most = check_steps(steps_per_visit)
     settings = jax.device_put(settle(model, requests, sampling))
     drafter = choose_drafter(model, drafter, tree)
     forms = drafter.forms
@@ -116,10 +119,10 @@ def run(
     check_prompt(config, state, tokens, lengths)
     blocks = list(prompt_blocks(tokens, lengths))
     history = _histories(tokens, lengths, config.vocab_size, settings)
-    nobody = np.full(len(requests), -1, np.int32)
-    want = np.bool_(logprobs)
-    rest = keys, settings, want
-    fixed = [(config, *pair, params, weights) for pair in zip(forms, rules, strict=True)]
+    nobody, want = jnp.zeros(len(requests), jnp.int32), np.bool_(logprobs)
+    rest = keys, settings, want, end_tokens([request.stop_ids for request in requests])
+    idly = np.ones(len(requests), bool), np.int32(1), np.bool_(True)  # a step without effect
+    programs = [(config, *pair, params, weights) for pair in zip(forms, rules, strict=True)]
 
     started = time.perf_counter()
     intake = Intake(config, params, forms[0], weights)  # any form takes in the prompt
@@ -129,10 +132,10 @@ def run(
         lambda state: Carry(with_policy(state, policy), draft.memory, state.length, history), state
     )
     jobs = [*intake.programs(taken, blocks), lambda: adopt.lower(state, policy)]
-    jobs += [lambda form=form: step.lower(*form, carry, nobody, *rest) for form in fixed]
+    jobs += [lambda p=program: steps.lower(*p, carry, nobody, *rest, *idly) for program in programs]
     _compile(jobs)
     if warm_up:  # prompts of no tokens
-        taken = jax.block_until_ready(intake(taken, [(b, np.zeros_like(n)) for b, n in blocks]))
+        taken = jax.block_until_ready(intake(taken, variants(blocks)))
     first_token(taken[-1], settings, keys, taken[0].length, history, want)
     compiled = time.perf_counter()
 
@@ -141,9 +144,9 @@ def run(
     carry = Carry(adopt(state, policy), memory, pending, history)
     firsts, logprob = jax.device_get((pending, logprob))
     ready = time.perf_counter()
-    if warm_up:  # steps that no sequence takes part in
-        for form in fixed:
-            carry, _ = step(*form, carry, nobody, *rest)
+    if warm_up:
+        for program in programs:
+            carry, nobody, _ = steps(*program, carry, nobody, *rest, *idly)
         carry = jax.block_until_ready(carry)
     warmed = time.perf_counter()
     scratch = sum(policy.buffers(config, drafter.capacity, len(requests)).values())
@@ -157,19 +160,74 @@ def run(
         pieces.append(Piece(request.take([token], [value]), (token,), (False,)))
     yield pieces
 
-    pace, depths = drafter.pace(settings), [form.max_depth for form in forms]
-    while not all(request.finished for request in requests):
-        started, limits, form = time.perf_counter(), _limits(requests), pace.choose()
-        carry, emission = step(*fixed[form], carry, limits, *rest)
-        emission = jax.device_get(emission)
-        seconds = time.perf_counter() - started
-        part = limits >= 0
-        if limits[part].min() >= depths[form]:  # a tree cut short tells nothing
-            pace.record(form, seconds, float((emission.count - 1)[part].mean()))
-        yield [_deliver(r, emission, row, seconds) for row, r in enumerate(requests)]
+    left = jnp.array([request.left for request in requests], jnp.int32)
+    visits = Visits(programs, carry, left, rest)
+    yield from _decode(visits, requests, drafter, settings, most)
     for request in requests:
         drafter.learn(request.tokens)
-    return carry.state
+    return visits.carry.state
+
+
+def _decode(
+    visits: Visits,
+    requests: list[Request],
+    drafter: Drafter,
+    settings: Sampling,
+    steps_per_visit: int | None,
+) -> Generator[list[Piece]]:
+    """Visits until every request has ended: a list of pieces a step.
+
+    A drafter of one form is asked for two visits, so that one runs while the other is looked at. Of
+    several forms the next is chosen by how the last steps went; one that did not run last runs for
+    one step first, so that a trial costs no more than a step.
+    """
+    pace, depths = drafter.pace(settings), [form.max_depth for form in drafter.forms]
+    alone, last, most = len(depths) == 1, None, steps_per_visit or 1
+    while not all(request.finished for request in requests):
+        while visits.under_way < (2 if alone else 1):
+            form = pace.choose()
+            count = most if alone or form == last else 1
+            visits.ask(form, count, [request.finished for request in requests])
+            last = form
+        visit = visits.fetch()
+        if not visit.made:
+            raise RuntimeError("no step was made for requests that have not ended: this is a bug")
+        for request in requests:
+            if not request.finished:
+                request.stats.count_visit(visit.made, visit.seconds, visit.wait, visit.idle)
+        for step in range(visit.made):
+            over = all(request.finished for request in requests)
+            limits = np.array([request.depth_limit for request in requests])
+            part = limits >= 0
+            if not over and limits[part].min() >= depths[visit.form]:  # cut short it tells nothing
+                accepted = float((visit.emission.count[step] - 1)[part].mean())
+                pace.record(visit.form, visit.seconds / visit.made, accepted)
+            pieces = [r.follow(visit.emission, step, row) for row, r in enumerate(requests)]
+            if not over:
+                yield pieces
+        if steps_per_visit is None and alone:
+            most = int(np.clip(VISIT_SECONDS * visit.made / visit.seconds, 1, MOST_STEPS))
+    while visits.under_way:  # nothing but what a stop string wasted
+        visit = visits.fetch()
+        for step in range(visit.made):
+            for row, request in enumerate(requests):
+                request.follow(visit.emission, step, row)
+
+
+def check_steps(count: int | str) -> int | None:
+    """``steps_per_visit`` as a number, None for "auto".
+
+    Raises:
+      ValueError: not a number of steps that a visit can make.
+    """
+    if count == "auto":
+        return None
+    whole = isinstance(count, Integral) and not isinstance(count, bool)
+    if not whole or not 1 <= int(count) <= MOST_STEPS:
+        raise ValueError(
+            f"steps_per_visit is {count!r}, expected an integer in 1..{MOST_STEPS}, or 'auto'"
+        )
+    return int(count)
 
 
 def settle(model: Model, requests: Sequence[Request], sampling: Sampling | None) -> Sampling:
@@ -210,24 +268,6 @@ def choose_drafter(model: Model, drafter: Any, tree: Any) -> Drafter:
     if "mtp" not in model.params:
         return make_drafter("suffix", tree)
     return make_drafter(DEFAULT_DRAFTER, DEFAULT_TREE if tree is None else tree)
-
-
-def _deliver(request: Request, emission: Emission, row: int, seconds: float) -> Piece:
-    """Hand one sequence its share of a step, and count it."""
-    if request.finished:
-        return Piece((), (), ())
-    count = int(emission.count[row])
-    tokens = emission.tokens[row, :count].tolist()
-    texts = request.take(tokens, emission.logprobs[row, :count].tolist())
-    taken = len(texts)
-    accepted = min(taken, count - 1)
-    request.stats.count_step(int(emission.proposed[row]), accepted)
-    request.stats.decode_s += seconds
-    return Piece(texts, tuple(tokens[:taken]), tuple(i < count - 1 for i in range(taken)))
-
-
-def _limits(requests: list[Request]) -> np.ndarray:
-    return np.array([request.depth_limit for request in requests], np.int32)
 
 
 def _keys(seed: Any, batch: int) -> Array:

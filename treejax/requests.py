@@ -6,12 +6,31 @@ at the first stop token or stop string, or when its budget is used up, in the or
 
 from collections.abc import Sequence
 from numbers import Integral
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from treejax.stats import Stats
+from treejax.steps.together import Emission
 from treejax.text import TextStream
+
+
+class Piece(NamedTuple):
+    """What ``stream`` yields: the tokens of a step, and the text that became certain with each.
+
+    Attributes:
+      texts: per token; empty while a character or a possible stop string is incomplete.
+      tokens: the step's tokens.
+      drafted: per token, whether a drafter had proposed it.
+    """
+
+    texts: tuple[str, ...]
+    tokens: tuple[int, ...]
+    drafted: tuple[bool, ...]
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
 
 
 class Request:
@@ -39,9 +58,14 @@ class Request:
         return self.stats.finish_reason != "interrupted"
 
     @property
+    def left(self) -> int:
+        """Tokens that may still be delivered; 0 once finished."""
+        return 0 if self.finished else self.budget - len(self.tokens)
+
+    @property
     def depth_limit(self) -> int:
         """How deep a candidate may lie so that its step fits the budget; -1 once finished."""
-        return -1 if self.finished else self.budget - len(self.tokens) - 1
+        return self.left - 1
 
     def take(self, tokens: Sequence[int], logprobs: Sequence[float]) -> tuple[str, ...]:
         """Deliver what a step emitted, as far as it goes: the text set free by each token taken."""
@@ -63,6 +87,22 @@ class Request:
             if self.finished:
                 break
         return tuple(texts)
+
+    def follow(self, emission: Emission, step: int, row: int) -> Piece:
+        """Take this sequence's share of a visit's step, and count it.
+
+        A step that the device made after the text had ended, which it could not know of a stop
+        string, counts as wasted and gives nothing.
+        """
+        count = int(emission.count[step, row])
+        if self.finished:
+            self.stats.wasted_steps += count > 0
+            return Piece((), (), ())
+        tokens = emission.tokens[step, row, :count].tolist()
+        texts = self.take(tokens, emission.logprobs[step, row, :count].tolist())
+        taken = len(texts)
+        self.stats.count_step(int(emission.proposed[step, row]), min(taken, count - 1))
+        return Piece(texts, tuple(tokens[:taken]), tuple(i < count - 1 for i in range(taken)))
 
 
 def make_requests(

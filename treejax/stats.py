@@ -18,7 +18,17 @@ class Stats:
       num_accepted_tokens: candidates emitted; neither the root nor the bonus token.
       accepted_per_pos: how many drafts had a candidate accepted at depth d + 1.
       tokens: tokens delivered. steps: verify calls.
-      prefill_s, decode_s, compile_s: seconds; the first two leave compilation out.
+      prefill_s, decode_s, compile_s: seconds; the first two leave compilation out. Decoding is
+        while a visit was under way.
+      steps_per_visit: the most steps that the device made between two visits of the host.
+      visits: how often the host fetched what the steps had emitted, until the text had ended.
+      wait_s: seconds of ``decode_s`` in which the host did nothing but wait for the device.
+      idle_s: seconds in which the device may have had nothing to do, at most: from when the host
+        fetched a visit until it asked for the next, its caller's time included, unless one was
+        still running. If one was asked for before the last was fetched, they are in ``decode_s``
+        too; otherwise (drafters that choose a form by how the last steps went) they are not.
+      wasted_steps: verify calls that the device made after a stop string had ended the text and
+        before the host had seen it; in none of the other counts.
       state_bytes, scratch_bytes: durable state, and the policy's buffers while it verifies.
       rule, lossless: the acceptance rule, and whether it keeps plain decoding's distribution.
       finish_reason: "stop", "length" or "interrupted".
@@ -33,6 +43,11 @@ class Stats:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     compile_s: float = 0.0
+    steps_per_visit: int = 0
+    visits: int = 0
+    wait_s: float = 0.0
+    idle_s: float = 0.0
+    wasted_steps: int = 0
     state_bytes: int = 0
     scratch_bytes: int = 0
     policy: str = ""
@@ -70,6 +85,14 @@ class Stats:
             self.accepted_per_pos += [0] * max(missing, 0)
             for depth in range(accepted):
                 self.accepted_per_pos[depth] += 1
+
+    def count_visit(self, steps: int, seconds: float, wait: float, idle: float) -> None:
+        """Record one visit: the steps made since the one before it, and its times."""
+        self.visits += 1
+        self.steps_per_visit = max(self.steps_per_visit, steps)
+        self.decode_s += seconds
+        self.wait_s += wait
+        self.idle_s += idle
 
     def as_dict(self) -> dict[str, Any]:
         """All figures, the derived ones too, ready for JSON."""

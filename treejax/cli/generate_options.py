@@ -16,10 +16,11 @@ from treejax.cli.kernels import CHOICES
 from treejax.drafters import REGISTRY as DRAFTERS
 from treejax.drafters import make_drafter
 from treejax.engine import DEFAULT_POLICY
-from treejax.loop import DEFAULT_DRAFTER, DEFAULT_TREE
+from treejax.loop import DEFAULT_DRAFTER, DEFAULT_TREE, VISIT_SECONDS, check_steps
 from treejax.policies import REGISTRY as POLICIES
 from treejax.policies import make_policy
 from treejax.sampling import Sampling
+from treejax.steps.many import MOST_STEPS
 from treejax.steps.rules import REGISTRY as RULES
 from treejax.steps.rules import rule_for
 
@@ -51,6 +52,7 @@ class Options:
     implementation: str
     drafter: str | None
     tree: str | None
+    steps_per_visit: int | str
     dtype: str
     check: bool
     stats: str
@@ -135,6 +137,14 @@ def make_parser() -> argparse.ArgumentParser:
         default="auto",
         help="of the recurrent layers: auto, the default, is the GPU kernels where they can run",
     )
+    how.add_argument(
+        "--steps-per-visit",
+        type=_steps,
+        default="auto",
+        metavar="N",
+        help="steps that the device makes before text is fetched and shown, 1 to "
+        f"{MOST_STEPS}; auto, the default, is what fits into {VISIT_SECONDS} s",
+    )
 
     tell = parser.add_argument_group("what to tell")
     tell.add_argument(
@@ -189,6 +199,7 @@ def read_options(arguments: Sequence[str]) -> Options | None:
         implementation=given.implementation,
         drafter=drafter,
         tree=given.tree,
+        steps_per_visit=given.steps_per_visit,
         dtype=given.dtype,
         check=given.check,
         stats=given.stats,
@@ -246,6 +257,17 @@ def _biases(texts: Sequence[str]) -> dict[int, float] | None:
             raise ValueError(f"--logit-bias gives token {number} twice, expected it once")
         made[number] = bias
     return made or None
+
+
+def _steps(text: str) -> int | str:
+    """A number of steps or "auto", as argparse takes it."""
+    try:
+        count = text if text == "auto" else int(text)
+        check_steps(count)
+    except ValueError:
+        expected = f"expected an integer in 1..{MOST_STEPS}, or auto"
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of steps, {expected}") from None
+    return count
 
 
 def _ids(option: str, text: str | None) -> tuple[int, ...] | None:

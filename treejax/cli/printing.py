@@ -9,7 +9,7 @@ import sys
 from typing import Any, TextIO
 
 from treejax.drafters import Best, Drafter
-from treejax.loop import Piece
+from treejax.requests import Piece
 from treejax.stats import Stats
 
 _ACCEPTED, _PLAIN = "\x1b[32m", "\x1b[0m"
@@ -96,6 +96,8 @@ def stats_text(
     elif stats.steps and stats.drafter != "plain":
         why = "none paid" if stats.drafter == "budget" else "the drafter found no candidate"
         lines.append(("drafted", f"nothing: {why} in any step"))
+    if stats.visits:
+        lines.append(("visits", *_visit_parts(stats)))
     memory = f"scratch {_mebibytes(stats.scratch_bytes)}", f"state {_mebibytes(stats.state_bytes)}"
     lines.append(("memory", *memory))
     if stats.rule != "match":
@@ -123,6 +125,19 @@ def _tree_parts(drafter: Drafter) -> tuple[str, ...]:
         return (f"at most {nodes} nodes", f"depth {shape.max_depth}")
     leaves = sum(not shape.children(row) for row in range(shape.capacity))
     return f"{nodes} nodes", f"depth {shape.max_depth}", f"{leaves} path{'s' * (leaves > 1)}"
+
+
+def _visit_parts(stats: Stats) -> tuple[str, ...]:
+    """How the host and the device took turns, and what that cost."""
+    most = stats.steps_per_visit
+    parts = (
+        f"{stats.visits} of at most {most} step{'s' * (most > 1)}",
+        f"host waited {stats.wait_s:.2f} s",
+        f"device idle at most {stats.idle_s:.2f} s",
+    )
+    if not stats.wasted_steps:
+        return parts
+    return (*parts, f"{stats.wasted_steps} wasted after the stop string")
 
 
 def _rate(count: int, seconds: float) -> str:

@@ -114,9 +114,15 @@ class Intake:
     ) -> Iterator[Callable[[], Any]]:
         """What lowers the programs that the blocks need, one by one."""
         state, memory, logits = taken
-        for tokens, count in {block.shape[1]: (block, count) for block, count in blocks}.values():
+        for tokens, count in variants(blocks):
             shape = (*tokens.shape, self.config.hidden_size)
             hidden = jax.ShapeDtypeStruct(shape, self.params["embed"].dtype)
             model, drafter = (self.config, self.params), (self.config, self.drafter, self.weights)
             yield functools.partial(absorb.lower, *model, state, logits, tokens, count)
             yield functools.partial(prime.lower, *drafter, memory, hidden, tokens, count)
+
+
+def variants(blocks: Iterable[tuple[np.ndarray, ...]]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """A block of each width that occurs, with no real token in it: one for each program."""
+    by_width = {tokens.shape[1]: (tokens, np.zeros_like(count)) for tokens, count in blocks}
+    return list(by_width.values())

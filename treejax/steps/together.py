@@ -1,7 +1,8 @@
-"""Verify, select and publish together: the compiled step that the loop runs.
+"""Propose, verify, select and publish together: one step of the loop.
 
 ``step`` is the whole line from proposal to durable state in one program. It donates what goes
-around the loop, ``Carry``, and nothing else; ``steps.prompt`` holds what comes before.
+around the loop, ``Carry``, and nothing else; ``steps.prompt`` holds what comes before, and
+``steps.many``, which the loop runs, makes many such steps in one program.
 """
 
 import functools
@@ -54,8 +55,7 @@ class Carry(struct.PyTreeNode):
     history: History | None = None
 
 
-@functools.partial(jax.jit, static_argnames=("config", "drafter", "rule"), donate_argnames="carry")
-def step(
+def advance(
     config: ModelConfig,
     drafter: Any,
     rule: Rule,
@@ -67,7 +67,7 @@ def step(
     sampling: Sampling,
     want_logprobs: Array,
 ) -> tuple[Carry, Emission]:
-    """One step of every sequence; ``carry`` is donated.
+    """One step of every sequence, for use inside jit.
 
     limit: [B] how deep a candidate may lie; 0 leaves the root, -1 leaves the sequence out: no row
       of its tree is active, and kernels pass over it.
@@ -109,6 +109,12 @@ def step(
     pending = jnp.where(taking_part, choice.pending, carry.pending)
     carry = Carry(state=state, memory=draft.memory, pending=pending, history=history)
     return carry, emission
+
+
+step = functools.partial(
+    jax.jit, static_argnames=("config", "drafter", "rule"), donate_argnames="carry"
+)(advance)
+"""``advance`` as a program of its own; ``carry`` is donated."""
 
 
 def _trim(tree: Tree, q: Array | None, limit: Array) -> tuple[Tree, Array | None]:
