@@ -1,0 +1,213 @@
+"""Attention over one split of the context: outputs that are not yet divided, maxima and sums.
+
+Only the cached tiles at the two ends of a sequence and the tree block need a mask: the tiles
+between them are a loop without one. Scores are in log2 units; maxima and sums are float32, weights
+are rounded to bfloat16 for their product with the values.
+"""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.tiles import ROWS, WG, Ref, along_rows, compiler_params, load, store
+from pallas_kernels.tree_attention.sizes import BLOCK, PAIR, TILE, WORD, Sizes, scratch_types
+from pallas_kernels.tree_attention.split import (
+    KEYS,
+    VALUES,
+    Split,
+    copy_tiles,
+    release,
+    skip,
+    tiles_of,
+    wait_for,
+)
+
+LOWEST = -1e30
+"""The maximum of a row that saw nothing: finite, so that differences of maxima are."""
+
+COMPUTE_REGISTERS, COPY_REGISTERS = 240, 24
+"""Of the threads of two computing warpgroups, and of the one that starts copies."""
+
+Carry = tuple[jax.Array, jax.Array, jax.Array]
+"""Outputs [64, D], maxima [64] and sums [64] of a warpgroup's rows."""
+
+
+def attend_splits(
+    sizes: Sizes, arrays: dict[str, jax.Array], interpret: Any
+) -> tuple[jax.Array, jax.Array]:
+    """What every program found, float32; programs without tiles write nothing.
+
+    Returns outputs [B, Hkv, T, splits, programs, rows, D], and maxima and sums
+    [B, Hkv, T, splits, programs, 2, rows]. Rows are those of the program's warpgroups.
+
+    Args:
+      arrays: layer [1], length [B], takes_part [B] int32; seen [B, words, rows] int32, bit j of
+        word w: whether the row sees row 32 w + j of the tree block; q [B, Hkv, rows, D];
+        k, v [B, N, Hkv, D]; keys, values [La B (S + 1), Hkv, D].
+    """
+    names = tuple(arrays)
+
+    def program(*refs: Ref, **scratch: Any) -> None:
+        inputs = SimpleNamespace(**dict(zip(names, refs, strict=False)))
+        out, sums = refs[len(names) :]
+        b, head, row_tile, split = (lax.axis_index(n) for n in ("b", "head", "row_tile", "split"))
+        base = (inputs.layer[0] * sizes.batch + b) * sizes.capacity
+        length = inputs.length[b]
+        cached, each = tiles_of(sizes, base, length, inputs.takes_part[b] > 0)
+        pair = lax.axis_index(PAIR) if sizes.paired else 0
+        p = Split(
+            sizes=sizes,
+            interpreted=interpret is not None,
+            group=lax.axis_index("group"),
+            pair=pair,
+            b=b,
+            head=head,
+            row_tile=row_tile,
+            base=base,
+            length=length,
+            cached=cached,
+            first=split * each,
+            last=jnp.minimum((split + 1) * each, cached + sizes.block_tiles),
+            s=SimpleNamespace(**scratch),
+            inputs=inputs,
+        )
+
+        @pl.when((p.first < p.last) & (p.group == sizes.warpgroups))
+        def _() -> None:
+            if sizes.warpgroups == 2:
+                plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
+            copy_tiles(p)
+
+        @pl.when((p.first < p.last) & (p.group < sizes.warpgroups))
+        def _() -> None:
+            if sizes.warpgroups == 2:
+                plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+            place = b, head, row_tile, split, pair
+            rows = pl.ds(pl.multiple_of(p.group * BLOCK, BLOCK), BLOCK)
+            acc, top, total = run(p)
+            store(out.at[*place, rows], acc)
+            store(sums.at[*place, 0, rows], top)
+            store(sums.at[*place, 1, rows], total)
+
+    of = jax.ShapeDtypeStruct
+    places = sizes.batch, sizes.key_heads, sizes.row_tiles, sizes.splits, sizes.programs
+    rows = sizes.warpgroups * BLOCK
+    together = {"cluster": (2,), "cluster_names": (PAIR,)} if sizes.paired else {}
+    return plgpu.kernel(
+        program,
+        out_type=[
+            of((*places, rows, sizes.width), jnp.float32),
+            of((*places, 2, rows), jnp.float32),
+        ],
+        grid=(sizes.batch, sizes.splits, sizes.key_heads, sizes.row_tiles),
+        grid_names=("b", "split", "head", "row_tile"),
+        **together,
+        num_threads=sizes.warpgroups + 1,
+        thread_name="group",
+        scratch_types=scratch_types(sizes),
+        compiler_params=compiler_params().replace(approx_math=True),
+        interpret=interpret,
+        kernel_name="tree_attention",
+    )(*arrays.values())
+
+
+def run(p: Split) -> Carry:
+    """All tiles of the split that are this warpgroup's."""
+    asked = p.s.asked.at[p.group]
+    plgpu.copy_gmem_to_smem(p.inputs.q.at[p.b, p.head, p.rows], queries(p), asked)
+    carry = (
+        plgpu.layout_cast(jnp.zeros((BLOCK, p.sizes.width), jnp.float32), WG),
+        plgpu.layout_cast(jnp.full((BLOCK,), LOWEST, jnp.float32), ROWS),
+        plgpu.layout_cast(jnp.zeros((BLOCK,), jnp.float32), ROWS),
+    )
+    plgpu.barrier_wait(asked)
+
+    def turn(index: Any, carry: Carry, masked: bool) -> Carry:
+        tile = p.first + index * p.stride + p.offset
+        if p.sizes.paired:
+            pl.when(p.offset == 1)(lambda: skip(p, tile - 1))
+        carry = step(p, tile, carry, masked)
+        if p.sizes.paired:
+            after = (p.stride == 2) & (p.offset == 0) & (tile + 1 < p.last)
+            pl.when(after)(lambda: skip(p, tile + 1))
+        return carry
+
+    plain, all_turns = p.turns(p.unmasked), p.turns(p.last)
+    carry = lax.fori_loop(0, plain, lambda i, c: turn(i, c, masked=False), carry)
+    carry = lax.fori_loop(plain, all_turns, lambda i, c: turn(i, c, masked=True), carry)
+    if p.sizes.paired:
+        odd = lax.rem(p.last - p.first, 2) == 1
+        pl.when(odd & (p.offset == 1))(lambda: skip(p, p.last - 1))
+    return carry
+
+
+def step(p: Split, tile: Any, carry: Carry, masked: bool) -> Carry:
+    """Take one tile of keys and values into the carry."""
+    acc, top, total = carry
+    scores = multiply_keys(p, wait_for(p, tile, KEYS, not masked))
+    release(p, tile, KEYS)
+    if masked:
+        scores = jnp.where(allowed(p, tile), scores, -jnp.inf)
+    unit = p.sizes.width**-0.5 * math.log2(math.e)
+    higher = jnp.maximum(top, jnp.max(scores, axis=1) * unit)
+    weights = jnp.exp2(scores * unit - along_rows(higher, scores.shape))
+    shrink = jnp.exp2(top - higher)
+    total = total * shrink + jnp.sum(weights, axis=1)
+    acc = acc * along_rows(shrink, acc.shape)
+    values = wait_for(p, tile, VALUES, not masked)
+    acc = add_values(p, acc, weights.astype(jnp.bfloat16), values)
+    release(p, tile, VALUES)
+    return acc, higher, total
+
+
+def queries(p: Split) -> Ref:
+    """This warpgroup's queries in SMEM."""
+    return p.s.queries.at[pl.ds(pl.multiple_of(p.group * BLOCK, BLOCK), BLOCK)]
+
+
+def multiply_keys(p: Split, keys: Ref) -> jax.Array:
+    """[64, 64]: products of the queries with the keys of a tile."""
+    if p.interpreted:
+        return jnp.dot(_wide(queries(p)), _wide(keys).T, precision="highest")
+
+    def scoped(products: Ref) -> jax.Array:
+        plgpu.wgmma(products, queries(p), keys.T)
+        return products[...]
+
+    return pl.run_scoped(scoped, plgpu.WGMMAAccumulatorRef((BLOCK, TILE), jnp.float32))
+
+
+def add_values(p: Split, acc: jax.Array, weights: jax.Array, values: Ref) -> jax.Array:
+    """acc + weights values, [64, D]."""
+    if p.interpreted:
+        return acc + jnp.dot(weights.astype(jnp.float32), _wide(values), precision="highest")
+
+    def stateful(sums: Ref) -> None:
+        plgpu.wgmma(sums, weights, values)
+
+    started: Any = plgpu.WGMMAAccumulatorRef.init(acc)
+    return pl.run_state(stateful)(started)
+
+
+def _wide(ref: Ref) -> jax.Array:
+    return ref[...].astype(jnp.float32)
+
+
+def allowed(p: Split, tile: Any) -> jax.Array:
+    """[64, 64] bool: which keys of a tile this warpgroup's rows see."""
+    shape = BLOCK, TILE
+    column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WG)
+    row = column + p.start(tile)
+    low, high = jnp.maximum(p.base, p.nominal(tile)), p.base + p.length
+    cached = (row >= low) & (row < high) & (tile < p.cached)
+    first = jnp.maximum(tile - p.cached, 0) * (TILE // WORD)
+    words = [load(p.inputs.seen.at[p.b, first + i, p.rows], ROWS) for i in range(TILE // WORD)]
+    bits = jnp.where(column < WORD, along_rows(words[0], shape), along_rows(words[1], shape))
+    seen = lax.shift_right_logical(bits, column & (WORD - 1)) & 1 != 0
+    return cached | (seen & (tile >= p.cached))
