@@ -27,7 +27,7 @@ MODEL = {
     "dtype": "float32",
 }
 CONTEXTS = [16, 40]  # everywhere: states of one size share their programs
-GROUP = {"contexts": CONTEXTS, "arms": ["plain", "wy 2,1", "wy 2,1 no_attention"]}
+GROUP = {"contexts": CONTEXTS, "arms": ["plain", "wy 2,1", "wy 2,1 no_attention"], "loop": True}
 TOML = {
     "seed": 0,
     "repeats": 1,

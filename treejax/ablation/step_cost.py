@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import jax
 from rich.table import Table
 
+from pallas_kernels.bench.timing import MOST_CALLS
 from treejax.ablation import step_cost_report as report
 from treejax.ablation.base import GREEN, NOT_RUN, Cell, Context, Row
 from treejax.ablation.lab_timing import copy_bandwidth
@@ -44,12 +45,15 @@ class Group:
 
     Attributes:
       phases: time draft, verify, select and publish apart too, and check them.
+      loop: time the loop's own program too, which makes many steps between two visits of the host;
+        whole decoding is then its. Otherwise the host visits after every step.
     """
 
     arms: tuple[str, ...]
     contexts: tuple[int, ...]
     batch: int = 1
     phases: bool = True
+    loop: bool = False
 
     @property
     def rows(self) -> int:
@@ -110,6 +114,8 @@ class StepCost:
             raise ValueError(f"{where}: groups need at least one, each with arms and contexts")
         if min(made.lengths, default=0) < 1 or list(made.lengths) != sorted(set(made.lengths)):
             raise ValueError(f"{where}: lengths are {made.lengths}, expected 1 or more, ascending")
+        if not 1 <= made.calls <= MOST_CALLS:
+            raise ValueError(f"{where}: calls is {made.calls}, expected 1 to {MOST_CALLS}")
         seen: set[tuple[Any, ...]] = set()
         for group in made.groups:
             check_names(group.arms, made.plain, where)
@@ -214,7 +220,7 @@ class StepCost:
                 return
 
     def _bench(self, arm: Arm, model: Model, group: Group) -> Bench:
-        return Bench(arm, model, self.model, group.batch, group.rows, self.seed)
+        return Bench(arm, model, self.model, group.batch, group.rows, self.seed, group.loop)
 
     def tables(self, rows: Sequence[Row]) -> list[Table]:
         return report.tables(rows, self.model)

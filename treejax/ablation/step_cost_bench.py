@@ -23,10 +23,14 @@ from treejax.drafters.scripted import Script
 from treejax.model import Model
 from treejax.sampling import Sampling
 from treejax.state import State, abstract_state
+from treejax.steps.many import Visit, end_tokens, steps
 from treejax.steps.rules import rule_for
 from treejax.steps.select import Choice
 from treejax.steps.together import Carry, Emission
 from treejax.tree import Tree
+
+NO_END = 1 << 30
+"""Tokens that a sequence may still emit."""
 
 
 class Bench:
@@ -34,12 +38,23 @@ class Bench:
 
     Attributes:
       rows: tokens that the state has room for.
+      looped: whether the loop's program of many steps is there too; not with a change undone.
       compile_s: seconds to lower and compile, by program, once compiled.
       temporary_bytes: of the whole step, beside arguments and results.
       carry: None while no state is held.
     """
 
-    def __init__(self, arm: Arm, model: Model, sizes: ModelSizes, batch: int, rows: int, seed: int):
+    def __init__(
+        self,
+        arm: Arm,
+        model: Model,
+        sizes: ModelSizes,
+        batch: int,
+        rows: int,
+        seed: int,
+        looped: bool = False,
+    ):
+        self.looped = looped and arm.off is None
         self.arm, self.model, self.sizes, self.batch = arm, model, sizes, batch
         self.rows, self.seed = rows, seed
         self.name, self.drafter = arm.name, arm.drafter
@@ -55,6 +70,7 @@ class Bench:
         self.carry: Carry | None = None
         self._weights: Any = None
         self.whole: Whole = make_whole(arm, self.rule, config)
+        self._ends = end_tokens([set()] * batch)
 
     # What is held
 
@@ -96,6 +112,16 @@ class Bench:
     def visit(self) -> int:
         """A step as a host makes it that waits for what was emitted: how many tokens."""
         return int(np.asarray(jax.device_get(self.step()).count).sum())
+
+    def loop(self, count: int) -> Visit:
+        """``count`` steps in one program, as the loop makes them between two visits."""
+        left = jnp.full(self.batch, NO_END, jnp.int32)
+        how = self.model.config, self.drafter, self.rule, self.model.params, self._weights
+        self.carry, _, visit = steps(
+            *(*how, self.held, left, self.keys, self.sampling, np.bool_(False), self._ends),
+            *(np.zeros(self.batch, bool), np.int32(count), np.bool_(False)),
+        )
+        return visit
 
     def verify(self, tree: Tree, marks: Any = None) -> phases.Verified:
         """The state stays as it is, but for what a policy writes while it verifies; ``marks`` in
@@ -153,6 +179,8 @@ class Bench:
             name: functools.partial(self._lower_whole, at, fixed, carry)
             for at, name in enumerate(self.whole.names)
         }
+        if self.looped:
+            jobs["loop"] = functools.partial(self._lower_loop, params, weights, carry)
         if not split:
             return jobs
         rest = carry.state.replace(recurrent=())
@@ -195,6 +223,14 @@ class Bench:
 
     def _lower_whole(self, at: int, fixed: Any, carry: Any) -> Any:
         return self.whole.lower(at, fixed, carry, self.limit)
+
+    def _lower_loop(self, params: Any, weights: Any, carry: Any) -> Any:
+        flag, one = np.bool_(False), jax.ShapeDtypeStruct((self.batch,), jnp.int32)
+        return steps.lower(
+            *(self.model.config, self.drafter, self.rule, params, weights, carry, one),
+            *(self.keys, self.sampling, flag, self._ends),
+            *(np.zeros(self.batch, bool), np.int32(0), flag),
+        )
 
     def keep(self, program: str, seconds: float, compiled: Any) -> None:
         """Note what compiling a program took and found."""

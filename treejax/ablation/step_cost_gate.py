@@ -34,6 +34,7 @@ from treejax.agreement import NEAR_TIE, STATE_TOLERANCE
 from treejax.shapes import Array
 from treejax.state import State
 from treejax.steps.publish import path_in_scratch
+from treejax.steps.together import Emission
 from treejax.tree import Tree
 
 NATIVE = 1e-5
@@ -193,32 +194,54 @@ def _is_bitwise(bench: Bench, context: int, tree: Tree, path: tuple[int, ...]) -
 
 
 def _check_whole(bench: Bench, plain: Bench, context: int, verdict: Verdict) -> None:
-    """The step as it will be timed: two steps of the shortest and of the longest script."""
+    """The step as it will be timed: two steps of the shortest and of the longest script, and of
+    the longest as the loop makes them."""
     lengths = bench.arm.lengths or (None,)
     for length in dict.fromkeys((lengths[0], lengths[-1])):
         bench.hold()
         bench.rewind(context, length)
         emissions = [jax.device_get(bench.step()) for _ in range(2)]
-        counts = np.stack([emission.count for emission in emissions])
-        emitted = np.concatenate(
-            [e.tokens[b, : e.count[b]] for e in emissions for b in range(bench.batch)]
+        _compare_emissions(emissions, length, bench, plain, context, verdict)
+    if bench.looped:
+        bench.hold()
+        bench.rewind(context, lengths[-1])
+        visit = jax.device_get(bench.loop(2))
+        if int(visit.made) != 2:
+            verdict.problems.append(f"the loop made {int(visit.made)} of 2 steps")
+            return
+        emissions = [jax.tree.map(lambda x, at=at: x[at], visit.emission) for at in range(2)]
+        _compare_emissions(emissions, lengths[-1], bench, plain, context, verdict)
+
+
+def _compare_emissions(
+    emissions: list[Emission],
+    length: int | None,
+    bench: Bench,
+    plain: Bench,
+    context: int,
+    verdict: Verdict,
+) -> None:
+    """What steps emitted, and the state that they left beside plain's after as many tokens."""
+    counts = np.stack([emission.count for emission in emissions])
+    emitted = np.concatenate(
+        [e.tokens[b, : e.count[b]] for e in emissions for b in range(bench.batch)]
+    )
+    if not (emitted == REFRAIN).all():
+        wrong = emitted[emitted != REFRAIN][0]
+        verdict.problems.append(f"the step emits token {wrong}, plain decoding {REFRAIN}")
+    if not (counts == (counts[0, 0] if length is None else length)).all():
+        verdict.problems.append(
+            f"the step emits {counts.tolist()} tokens, the script says {length}"
         )
-        if not (emitted == REFRAIN).all():
-            wrong = emitted[emitted != REFRAIN][0]
-            verdict.problems.append(f"the step emits token {wrong}, plain decoding {REFRAIN}")
-        if not (counts == (counts[0, 0] if length is None else length)).all():
-            verdict.problems.append(
-                f"the step emits {counts.tolist()} tokens, the script says {length}"
-            )
-            continue
-        plain.hold()
-        plain.rewind(context)
-        total = int(counts[:, 0].sum())
-        for _ in range(total):
-            emission = jax.device_get(plain.step())
-            if not (emission.tokens[:, 0] == REFRAIN).all():
-                verdict.problems.append(f"plain decoding does not go on with token {REFRAIN}")
-        _compare_states(bench, plain, context, total, verdict)
+        return
+    plain.hold()
+    plain.rewind(context)
+    total = int(counts[:, 0].sum())
+    for _ in range(total):
+        emission = jax.device_get(plain.step())
+        if not (emission.tokens[:, 0] == REFRAIN).all():
+            verdict.problems.append(f"plain decoding does not go on with token {REFRAIN}")
+    _compare_states(bench, plain, context, total, verdict)
 
 
 def _compare_states(bench: Bench, plain: Bench, context: int, count: int, verdict: Verdict) -> None:

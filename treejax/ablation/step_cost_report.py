@@ -131,10 +131,10 @@ def _gates(lines: Sequence[Row]) -> Table:
 
 
 def _decoding(lines: Sequence[Row]) -> Table:
-    """Whole decoding, a visit of the host a step, at every acceptance length."""
+    """Whole decoding at every acceptance length."""
     lengths = _lengths(lines)
     heads = ["best tokens/s", *(f"x plain at {n} a step" for n in lengths)]
-    heads += ["breaks even at", "with the head's draft"]
+    heads += ["breaks even at", "with the head's draft", "the host"]
     table = _table("Whole decoding against plain", "arm|batch|context|rows", heads)
     for line in _green(lines):
         if _undoes(line):
@@ -147,6 +147,7 @@ def _decoding(lines: Sequence[Row]) -> Table:
             shown(best, ".1f"),
             *(shown(line.get(f"speedup_at_{n}"), ".2f") for n in lengths),
             *(shown(line.get(f"break_even_{x}"), ".2f") for x in ("length", "with_head")),
+            str(line.get("decoding") or ""),
         )
     return table
 

@@ -14,7 +14,15 @@ from treejax.ablation.lab_timing import Time
 from treejax.ablation.step_cost_arms import PLAIN, Arm
 from treejax.ablation.step_cost_bench import Bench
 from treejax.ablation.step_cost_model import ModelSizes, all_bytes, read_bytes
-from treejax.ablation.step_cost_timing import PHASES, STEP, VISIT, Entry, Key, typical_length
+from treejax.ablation.step_cost_timing import (
+    LOOP,
+    PHASES,
+    STEP,
+    VISIT,
+    Entry,
+    Key,
+    typical_length,
+)
 from treejax.state import abstract_state
 
 
@@ -67,7 +75,6 @@ def row_measures(
     step = times[Key(arm.name, context, STEP, typical)]
     visit = times[Key(arm.name, context, VISIT, typical)]
     plain_step = times[Key(PLAIN, context, STEP, 1)].median
-    plain_visit = times[Key(PLAIN, context, VISIT, 1)].median
     made: Row = {"nodes": arm.tree.capacity - 1, "depth": arm.tree.max_depth}
     made |= step.measures(STEP) | {"rounds": step.rounds, "calls": step.calls}
     made |= {"typical_length": typical or None}
@@ -84,12 +91,20 @@ def row_measures(
         "read_ms": 1e3 * sum(read.values()) / bandwidth,
         "copy_gb_per_s": bandwidth / 1e9,
         "compile_s": sum(bench.compile_s.get(name, 0.0) for name in bench.whole.names),
+        "loop_compile_s": bench.compile_s.get("loop"),
         "phases_compile_s": sum(bench.compile_s.get(name, 0.0) for name in PHASES),
         "implementation": arm.policy.implementation,
     }
-    plain_rate = bench.batch / plain_visit
+    if bench.looped:
+        looped = times[Key(arm.name, context, LOOP, typical)]
+        made |= {"loop_ms": looped.median, "decoding": f"{looped.calls} steps a visit"}
+    else:
+        made["decoding"] = "a step a visit"
+    # Whole decoding: the loop's own program, where it is there for both.
+    part = LOOP if bench.looped else VISIT
+    plain_rate = bench.batch / times[Key(PLAIN, context, part, 1)].median
     for length in arm.lengths or (0,):
-        entry = next(e for e in entries if e.key == Key(arm.name, context, VISIT, length))
+        entry = next(e for e in entries if e.key == Key(arm.name, context, part, length))
         tokens = entry.tokens / max(1, entry.visits)
         own = times[entry.key].median
         name = f"at_{length}" if length else "as_drafted"

@@ -2,7 +2,8 @@
 
 A step of a large model takes longer than the host needs to hand one over, but the first of a
 sample waits for the host. So every sample is some calls in a row, queued behind a copy whose time
-is taken off. A visit is timed as it happens: the host asks for a step and waits for its tokens.
+is taken off. A visit is timed as it happens: the host asks for a step, or in ``loop`` for as many
+as a sample has calls, and waits for the tokens.
 """
 
 import dataclasses
@@ -18,7 +19,8 @@ from treejax.ablation.lab_timing import Time, lack_of_memory, period
 from treejax.ablation.step_cost_bench import Bench, path_choice
 from treejax.policies import kernel_rows
 
-STEP, VISIT, PHASES = "step", "visit", ("draft", "verify", "select", "publish")
+STEP, VISIT, LOOP = "step", "visit", "loop"
+PHASES = ("draft", "verify", "select", "publish")
 
 
 class Key(NamedTuple):
@@ -48,6 +50,7 @@ def make_entries(bench: Bench, contexts: Sequence[int], phases: bool) -> list[En
     for context in contexts:
         for length in bench.arm.lengths or (0,):
             made += [_step(bench, context, length), _visit(bench, context, length)]
+            made += [_loop(bench, context, length)] if bench.looped else []
         if phases:
             made += _phases(bench, context)
     return made
@@ -119,6 +122,21 @@ def _visit(bench: Bench, context: int, length: int) -> Entry:
         return lambda: None
 
     entry = _entry(bench, Key(bench.name, context, VISIT, length), run, False)
+    return entry
+
+
+def _loop(bench: Bench, context: int, length: int) -> Entry:
+    """All calls of a sample in one visit: the loop's own program, and what they emitted fetched."""
+
+    def run(calls: int) -> Callable[[], Any]:
+        bench.rewind(context, length)
+        jax.block_until_ready(bench.carry)
+        visit = jax.device_get(bench.loop(calls))
+        entry.tokens += int(visit.emission.count[: int(visit.made)].sum())
+        entry.visits += int(visit.made)
+        return lambda: None
+
+    entry = _entry(bench, Key(bench.name, context, LOOP, length), run, False)
     return entry
 
 
