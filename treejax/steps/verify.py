@@ -122,7 +122,6 @@ def _tree_mixing(state: State, topology: Topology) -> tuple[Mixing, Callable[[],
     carry = state.recurrent
     width, policy = state.config.linear_conv_kernel_dim, state.policy
     windows = jax.vmap(lambda one: conv_rows(one, width))(topology)  # [B, N, K]
-    mask = jax.vmap(visible)(topology)
     plan = policy.plan(topology)
 
     def delta(i: int, operands: Operands) -> tuple[Array, Any]:
@@ -130,15 +129,47 @@ def _tree_mixing(state: State, topology: Topology) -> tuple[Mixing, Callable[[],
         outputs, scratch, carry = policy.scan(carry, i, operands, plan)
         return outputs, scratch
 
+    if policy.implementation == "xla":
+        operands = layers.by_convolution(_convolution(state, windows))
+        attend = _plain_attention(state, topology)
+    else:
+        operands = _fused_operands(state, windows)
+        attend = _split_attention(state, topology)
+    return Mixing(operands, delta, attend), lambda: carry
+
+
+def _plain_attention(
+    state: State, topology: Topology
+) -> Callable[[int, Array, Array, Array], Array]:
+    """Attention in plain JAX: the scores of the whole cache at once."""
+    mask = jax.vmap(visible)(topology)
+
     def attend(i: int, q: Array, k: Array, v: Array) -> Array:
         past = state.keys[i], state.values[i], state.length
         return jax.vmap(layers.attend)(q, k, v, mask, *past)
 
-    if policy.implementation == "xla":
-        operands = layers.by_convolution(_convolution(state, windows))
-    else:
-        operands = _fused_operands(state, windows)
-    return Mixing(operands, delta, attend), lambda: carry
+    return attend
+
+
+def _split_attention(
+    state: State, topology: Topology
+) -> Callable[[int, Array, Array, Array], Array]:
+    """Attention by kernels, split over the context, where they take the shapes and the dtype."""
+    from pallas_kernels.implementation import resolve  # imported when first traced
+    from pallas_kernels.tree_attention import attention_problem, tree_attention
+
+    plain, implementation = _plain_attention(state, topology), state.policy.implementation
+
+    def attend(i: int, q: Array, k: Array, v: Array) -> Array:
+        problem = attention_problem(q, state.keys)
+        if problem is not None:
+            resolve("auto", problem)  # says so once
+            return plain(i, q, k, v)
+        rows = q, k, v, topology.ancestors
+        cache = state.keys, state.values, jnp.int32(i), state.length
+        return tree_attention(*rows, *cache, implementation=implementation)
+
+    return attend
 
 
 def _convolution(state: State, windows: Array) -> Callable[[int, Array, Array], Array]:
