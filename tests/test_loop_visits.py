@@ -20,6 +20,7 @@ from treejax.policies import make_policy
 from treejax.requests import Request
 from treejax.sampling import Sampling
 from treejax.state import with_policy
+from treejax.steps import visits
 from treejax.steps.many import MOST_STEPS
 from treejax.steps.prompt import PROMPT_POLICY, Intake, first_token, variants
 from treejax.steps.rules import REGISTRY as RULES
@@ -283,6 +284,57 @@ def test_auto_says_what_it_picked(monkeypatch, seconds, most, visits):
     made = complete(byte_model.model(), list(PROMPTS[0]), max_tokens=34, drafter=None, policy="wy")
     assert made.tokens == plain()[0]
     assert made.stats.visits == visits and made.stats.steps_per_visit == min(most, 31)
+    how = {"max_tokens": 12, "drafter": None, "policy": "wy"}
+    made = complete(byte_model.model(), list(PROMPTS[0]), stop=("never comes",), **how)
+    assert made.tokens == plain()[0][:12] and made.stats.steps_per_visit == 1
+
+
+class Clock:
+    """A clock that is set by hand, and visits that take as long as they are told."""
+
+    def __init__(self, monkeypatch, made):
+        self.now, self.ready, self.made = 0.0, 0.0, made
+        self.asked = []
+        monkeypatch.setattr(visits.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(visits, "steps", self.steps)
+        monkeypatch.setattr(visits, "_is_ready", lambda _: self.now >= self.ready)
+        monkeypatch.setattr(visits.jax, "device_get", self.fetch)
+
+    def steps(self, name, carry, left, rest, ended, count, rehearse):
+        self.asked.append((name, carry, left, rest, ended.tolist(), int(count), bool(rehearse)))
+        self.ready = max(self.now, self.ready) + 2.0  # each visit takes two seconds
+        self.ends = [*getattr(self, "ends", []), self.ready]
+        return carry + 1, left + 1, visits.Visit(None, self.made)
+
+    def fetch(self, what):
+        self.now = max(self.now, self.ends.pop(0)) + 0.5  # and half a second to be fetched
+        return what
+
+
+def test_visits_tell_who_waited_for_whom(monkeypatch):
+    """Carry and left go from visit to visit; times by a clock that is set by hand."""
+    clock = Clock(monkeypatch, 3)
+    ahead = visits.Visits([("a",), ("b",)], 0, 10, ("rest",))
+    ahead.ask(0, 3, [False, True])
+    ahead.ask(1, 2, [False, False])
+    assert ahead.under_way == 2 and ahead.carry == 2
+    assert clock.asked[0] == ("a", 0, 10, "rest", [False, True], 3, False)
+    assert clock.asked[1] == ("b", 1, 11, "rest", [False, False], 2, False)
+    first = ahead.fetch()
+    assert (first.form, first.made, first.seconds, first.wait, first.idle) == (0, 3, 2.5, 2.5, 0)
+    clock.now += 1.0  # 3.5: the second runs to 4, so the device does not wait
+    ahead.ask(0, 3, [False, False])
+    second = ahead.fetch()  # 4.5
+    assert (second.form, second.seconds, second.wait, second.idle) == (1, 2.0, 1.0, 0)
+    clock.now += 7.0  # 11.5: the third ended at 6
+    ahead.ask(0, 3, [False, False])
+    third, fourth = ahead.fetch(), ahead.fetch()
+    assert (third.seconds, third.wait, third.idle) == (7.5, 0.5, 0)
+    assert (fourth.seconds, fourth.wait, fourth.idle) == (2.0, 2.0, 7.0)
+    clock.now += 3.0  # nothing is under way
+    ahead.ask(0, 3, [False, False])
+    fifth = ahead.fetch()
+    assert (fifth.seconds, fifth.wait, fifth.idle) == (2.5, 2.5, 3.0)
 
 
 def test_a_stream_comes_a_step_at_a_time_whatever_the_visits():

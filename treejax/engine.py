@@ -73,9 +73,10 @@ def complete(
       stop: strings that end a text, and token ids beside the model's own end tokens.
       logprobs: report the model's log-probability of every token.
       steps_per_visit: steps that the device makes between two visits of the host, 1 to 32 (vLLM's
-        ``num_scheduler_steps``), or "auto", as many as fit into 1/25 s; the statistics say how many
-        that was. The text is the same. After a stop string the device runs on to the end of the
-        next visit at most; what it does for nothing is counted as ``wasted_steps``.
+        ``num_scheduler_steps``), or "auto": as many as fit into 1/25 s, and 1 with stop strings or
+        for a drafter that chooses its tree step by step; the statistics say how many. The text is
+        the same. After a stop string the device runs on to the end of the next visit at most; what
+        it does for nothing is counted as ``wasted_steps``.
 
     Returns:
       A ``Generation``, or a list of them if ``prompts`` is a list of prompts.

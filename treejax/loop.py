@@ -80,8 +80,8 @@ def run(
     None takes as few steps of ``CACHE_ROWS`` as these requests need. ``steps_per_visit`` is how
     many steps the device makes between two visits of the host, 1 to ``MOST_STEPS``: the stream is
     the same, and the pieces of a visit come one after the other. "auto" is as many as fit into
-    ``VISIT_SECONDS`` by the last visit's time; for a drafter of several forms, which chooses one
-    step by step, it is 1.
+    ``VISIT_SECONDS`` by the last visit's time; with stop strings, after which steps are made for
+    nothing, and for a drafter of several forms, which chooses one step by step, it is 1.
 
     Raises:
       ValueError: one line: a setting, or a ``max_length`` that is too small.
@@ -183,6 +183,7 @@ def _decode(
     """
     pace, depths = drafter.pace(settings), [form.max_depth for form in drafter.forms]
     alone, last, most = len(depths) == 1, None, steps_per_visit or 1
+    grows = steps_per_visit is None and alone and not any(r.watched for r in requests)
     while not all(request.finished for request in requests):
         while visits.under_way < (2 if alone else 1):
             form = pace.choose()
@@ -205,7 +206,7 @@ def _decode(
             pieces = [r.follow(visit.emission, step, row) for row, r in enumerate(requests)]
             if not over:
                 yield pieces
-        if steps_per_visit is None and alone:
+        if grows:
             most = int(np.clip(VISIT_SECONDS * visit.made / visit.seconds, 1, MOST_STEPS))
     while visits.under_way:  # nothing but what a stop string wasted
         visit = visits.fetch()

@@ -58,6 +58,11 @@ class Request:
         return self.stats.finish_reason != "interrupted"
 
     @property
+    def watched(self) -> bool:
+        """Whether a stop string may end it, which the device cannot see."""
+        return self._decoder.watches
+
+    @property
     def left(self) -> int:
         """Tokens that may still be delivered; 0 once finished."""
         return 0 if self.finished else self.budget - len(self.tokens)

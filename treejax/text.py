@@ -27,6 +27,11 @@ class TextStream:
         self._held = ""
         self.stopped = False
 
+    @property
+    def watches(self) -> bool:
+        """Whether there are strings that may end the text, which its tokens alone do not tell."""
+        return bool(self._stops)
+
     def push(self, token: int) -> str:
         """Text that becomes certain with this token; ``stopped`` tells whether a stop came."""
         if self._tokenizer is None or self.stopped:

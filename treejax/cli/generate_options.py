@@ -143,7 +143,7 @@ def make_parser() -> argparse.ArgumentParser:
         default="auto",
         metavar="N",
         help="steps that the device makes before text is fetched and shown, 1 to "
-        f"{MOST_STEPS}; auto, the default, is what fits into {VISIT_SECONDS} s",
+        f"{MOST_STEPS}; auto, the default, is what fits into {VISIT_SECONDS} s, or 1 with --stop",
     )
 
     tell = parser.add_argument_group("what to tell")
