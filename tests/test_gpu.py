@@ -26,6 +26,7 @@ from pallas_kernels.implementation import device_problem
 from pallas_kernels.node_scan import node_scan
 from pallas_kernels.path_scan import path_scan
 from pallas_kernels.replay import replay
+from pallas_kernels.tree_attention import tree_attention
 from pallas_kernels.walk import plan, plan_paths
 from pallas_kernels.wy_commit import wy_commit
 from pallas_kernels.wy_solve import wy_solve
@@ -155,6 +156,34 @@ def test_replay_and_scan_are_bitwise_single_token_decoding(kind, dtype):
         for b in np.flatnonzero(np.asarray(now)):
             np.testing.assert_array_equal(o[b, 0], scanned[b, int(node[b])])
     np.testing.assert_array_equal(R, published)
+
+
+@pytest.mark.parametrize("nodes", [1, 6, 28, 64])
+@pytest.mark.parametrize("heads, width", [((12, 2), 256), ((8, 1), 128), ((2, 2), 64)])
+def test_tree_attention_is_the_reference_over_any_context(nodes, heads, width):
+    """Every form of program, many times over: contexts that end anywhere, an idle sequence, and
+    the same bits again and again, which a copy that came too early or too late would change."""
+    batch, rows, layers = 4, 8195, 2
+    tree = random_trees.random_parents(np.random.default_rng(nodes), nodes)
+    seen = np.zeros((batch, nodes, nodes), bool)
+    for node in range(nodes):
+        seen[:3, node, oracle.path_to(tree, node)] = True
+    keys = jax.random.split(jax.random.key(nodes), 5)
+    own, cache = (batch, nodes), (layers, batch, rows, heads[1], width)
+    shapes = (*own, heads[0], width), (*own, heads[1], width), (*own, heads[1], width), cache, cache
+    made = [jax.random.normal(k, s, jnp.bfloat16) for k, s in zip(keys, shapes, strict=True)]
+    q, k, v, *caches = made
+    attend = kernel(tree_attention)
+    wide = [x.astype(jnp.float32) for x in made]
+    for lengths in ((0, 1, 63, 9), (64, 1000, 8194, 7), (8191, 4097, 129, 8194)):
+        where = jnp.int32(1), jnp.asarray(lengths, jnp.int32)
+        exact = attend(*wide[:3], seen, *wide[3:], *where, implementation="xla")
+        out = attend(q, k, v, seen, *caches, *where, **ON_GPU)
+        for b in range(3):
+            assert relative_rms(out[b].astype(jnp.float32), exact[b]) < 4e-3, (lengths, b)
+        assert not np.any(out[3])
+        for _ in range(20):
+            np.testing.assert_array_equal(attend(q, k, v, seen, *caches, *where, **ON_GPU), out)
 
 
 @pytest.mark.parametrize("policy", sorted(REGISTRY))

@@ -197,8 +197,8 @@ class Run:
         self, batch: int, timed: dict[str, tuple[Row, Timed]], over: Callable[[], bool]
     ) -> None:
         """Time everything that is green, and the copy that bandwidth is measured with."""
-        copy, moved = time_copy(_copy_bytes())
-        lead = Lead(_copy_bytes()) if self._gpu else None
+        copy, moved = time_copy(copy_bytes())
+        lead = Lead(copy_bytes()) if self._gpu else None
         entries = [copy, *(entry for _, entry in timed.values())]
         for entry in entries:
             choose_calls(entry, lead if entry.name in self.settings.operations else None)
@@ -280,6 +280,6 @@ def _memory() -> int:
     return int(0.4 * statistics.get("bytes_limit", 5e9))
 
 
-def _copy_bytes() -> int:
+def copy_bytes() -> int:
     """Far larger than any cache."""
     return 2**31 if jax.devices()[0].platform == "gpu" else 2**26

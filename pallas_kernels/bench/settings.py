@@ -61,12 +61,14 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--batch", type=_numbers, default=(1, 8, 32), metavar="B,..", help="default 1,8,32")
-    add("--layers", type=_positive, default=48, metavar="N", help="distinct layers, default 48")
-    add("--value-heads", type=_positive, default=48, metavar="N", help="default 48")
-    add("--key-heads", type=_positive, default=16, metavar="N", help="default 16")
-    add("--key-dim", type=_positive, default=128, metavar="N", help="default 128")
-    add("--value-dim", type=_positive, default=128, metavar="N", help="default 128")
+    add("--batch", type=parse_numbers, default=(1, 8, 32), metavar="B,..", help="default 1,8,32")
+    add(
+        "--layers", type=parse_positive, default=48, metavar="N", help="distinct layers, default 48"
+    )
+    add("--value-heads", type=parse_positive, default=48, metavar="N", help="default 48")
+    add("--key-heads", type=parse_positive, default=16, metavar="N", help="default 16")
+    add("--key-dim", type=parse_positive, default=128, metavar="N", help="default 128")
+    add("--value-dim", type=parse_positive, default=128, metavar="N", help="default 128")
     add("--tree", choices=TREES, default="hydra27")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of q, k, v")
     add(
@@ -78,7 +80,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--precision", choices=PRECISIONS, default="ieee", help="of the wy operations")
     add("--implementation", choices=("auto", "xla", "mosaic_gpu"), default="auto")
-    add("--repeats", type=_positive, default=30, metavar="N", help="rounds, default 30")
+    add("--repeats", type=parse_positive, default=30, metavar="N", help="rounds, default 30")
     add("--peers", choices=("auto", "none"), default="auto", help="PyTorch and FLA, if installed")
     add(
         "--errors",
@@ -94,7 +96,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add(
         "--time-limit",
-        type=_seconds,
+        type=parse_seconds,
         metavar="SECONDS",
         help="stop after the round in which this is reached, with what there is",
     )
@@ -117,7 +119,7 @@ def parse(arguments: Sequence[str]) -> Settings:
     return settings
 
 
-def _positive(text: str) -> int:
+def parse_positive(text: str) -> int:
     try:
         value = int(text)
     except ValueError:
@@ -127,7 +129,7 @@ def _positive(text: str) -> int:
     return value
 
 
-def _seconds(text: str) -> float:
+def parse_seconds(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
@@ -137,8 +139,8 @@ def _seconds(text: str) -> float:
     return value
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(map(_positive, text.split(","))))
+def parse_numbers(text: str) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(map(parse_positive, text.split(","))))
 
 
 def _operations(text: str) -> tuple[str, ...]:
