@@ -49,13 +49,20 @@ def assert_same_bytes(actual, expected, b):
     assert actual.length[b] == expected.length[b]
 
 
+@functools.cache
+def short_prompts():
+    """Texts of 4 to 7 tokens, states of all but their last 4, and (out, state) of the whole."""
+    rng = np.random.default_rng(31)
+    texts = [rng.integers(0, 61, length + 4) for length in range(4)]
+    _, state = feed(fresh(), [text[:length] for length, text in enumerate(texts)])
+    return texts, state, *feed(fresh(), texts)
+
+
 @policies
 def test_fc10_prompts_shorter_than_the_convolution(policy):
     """FC-10: lengths 0 to 3 at width 4: history [0,0,x0], [0,x0,x1], [x0,x1,x2]; then verified."""
-    rng = np.random.default_rng(31)
-    texts = [rng.integers(0, 61, length + 4) for length in range(4)]
-    prompts = [text[:length] for length, text in enumerate(texts)]
-    _, state = feed(fresh(policy), prompts)
+    texts, state, whole, expected = short_prompts()
+    state = with_policy(state, policy)
     np.testing.assert_array_equal(state.length, [0, 1, 2, 3])
     for layer in run.CONFIG.linear_layers:
         history = np.asarray(state.conv_of(layer))
@@ -70,7 +77,6 @@ def test_fc10_prompts_shorter_than_the_convolution(policy):
     )
     out, scratch = verify(run.model(), state, tree)
     state = publish(run.model(), state, tree, scratch, choose([range(4)] * 4, run.MAX_DEPTH))
-    whole, expected = feed(fresh(policy), texts)
     assert_states_close(state, expected)
     for b in range(4):
         np.testing.assert_allclose(out.logits[b, 3], whole.logits[b], rtol=0, atol=1e-3)
