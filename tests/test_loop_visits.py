@@ -233,7 +233,7 @@ def test_nothing_compiles_after_a_warm_up_with_other_numbers_of_steps():
     assert not compiled
     (cold,) = agreement.record(model, [PROMPTS[0]], 30, policy="wy")
     assert cold.tokens == tuple(request.tokens)
-    assert_same_state(warmed, cold.state)
+    assert not any(agreement.compare_states(warmed, cold.state).values())  # to the last bit
 
 
 @dataclasses.dataclass(frozen=True)
