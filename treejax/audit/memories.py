@@ -75,7 +75,7 @@ def compare_drafters(
             f"{subject.drafter.name!r}: decode with drafter="
         )
     rows = np.arange(len(offset)) if rows is None else rows
-    theirs = _with_experience(memory_at(plain, offset, rows), memory)
+    theirs = _as_roomy(_with_experience(memory_at(plain, offset, rows), memory), memory)
     pending, length = plain.tokens[rows, offset], plain.start[rows] + offset
     how = model.config, subject.drafter, weights
     settings = sampling.prepared(model.config.vocab_size)
@@ -114,6 +114,21 @@ def _with_experience(plain: Any, mine: Any) -> Any:
 
     kinds = MixMemory, Script
     return jax.tree.map(choose, plain, mine, is_leaf=lambda node: isinstance(node, kinds))
+
+
+def _as_roomy(plain: Any, mine: Any) -> Any:
+    """Plain's memory with caches as long as those of ``mine``: one program then proposes of both.
+
+    Rows past a cache's end are never read.
+    """
+
+    def widen(theirs: Any, own: Any) -> Any:
+        more = np.subtract(own.shape, theirs.shape)
+        if not (more > 0).any():
+            return theirs
+        return jnp.pad(theirs, [(0, max(n, 0)) for n in more.tolist()])
+
+    return jax.tree.map(widen, plain, mine)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "drafter"))

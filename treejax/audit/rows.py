@@ -5,7 +5,6 @@ decoding goes down every leaf's path from the state of plain's own record, one t
 other; the verify under audit has no part in it.
 """
 
-import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -13,24 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treejax import layers
+from treejax.audit.decoding import STRIDE, Going, decode_stride
 from treejax.audit.intake import NATIVE
 from treejax.audit.memories import relative
 from treejax.audit.reference import Plain
-from treejax.config import ModelConfig
 from treejax.model import Model
-from treejax.shapes import Array
+from treejax.sampling import Sampling
 from treejax.state import State
-from treejax.steps.publish import publish_path
-from treejax.steps.select import Choice
-from treejax.steps.verify import verify_trees
 from treejax.tree import Tree
-
-LANES = 16
-"""Leaves that are followed side by side: each needs a state."""
-
-STRIDE = 4
-"""Tokens that one call of the program follows: it serves trees of any depth."""
 
 Place = tuple[int, int, tuple[int, ...]]
 """A row: the sequence of plain, the tokens it held after its prompt, the tokens down to the row."""
@@ -46,6 +35,7 @@ class RowLogits:
         self.model, self.plain = model, plain
         self._known: dict[Place, np.ndarray] = {}
         self._closed = False
+        self._keys = jax.random.split(jax.random.key(0), plain.batch)  # nothing is drawn
 
     def close(self) -> None:
         """From now on nothing is followed: rows that are not known yet count as equal."""
@@ -84,24 +74,35 @@ class RowLogits:
         wanted = {place for place in places if place not in self._known}
         inner = {(*place[:2], place[2][:-1]) for place in wanted}
         leaves = sorted(wanted - inner)
-        for first in range(0, len(leaves), LANES):
-            self._follow(leaves[first : first + LANES])
+        lanes = self.plain.batch
+        for first in range(0, len(leaves), lanes):
+            self._follow(leaves[first : first + lanes])
 
     def __getitem__(self, place: Place) -> np.ndarray:
         """[V]"""
         return self._known[place]
 
     def _follow(self, leaves: list[Place]) -> None:
-        spare = LANES - len(leaves)
-        at = np.array([place[:2] for place in leaves] + [leaves[0][:2]] * spare)
+        """As many leaves as plain has sequences, by the program that decoded them."""
+        lanes, config = self.plain.batch, self.model.config
+        at = np.array([place[:2] for place in leaves] + [leaves[0][:2]] * (lanes - len(leaves)))
+        nothing = jnp.zeros(lanes, jnp.int32)
         state = _state_at(self.model, self.plain, at[:, 0], at[:, 1])
-        for first in range(0, max(len(path) for *_, path in leaves), STRIDE):
-            text = np.full((LANES, STRIDE), -1, np.int32)
+        going = Going(state, nothing, jnp.zeros((lanes, config.vocab_size)), None)
+        lengths = np.zeros(lanes, np.int32)
+        lengths[: len(leaves)] = [len(path) for *_, path in leaves]
+        greedy = Sampling().prepared(config.vocab_size)
+        for first in range(0, lengths.max(), STRIDE):
+            text = np.full((STRIDE, lanes), -1, np.int32)
             for lane, (*_, path) in enumerate(leaves):
                 part = path[first : first + STRIDE]
-                text[lane, : len(part)] = part
-            state, made = _decode_lanes(self.model.config, self.model.params, state, text)
-            logits = np.asarray(made)
+                text[: len(part), lane] = part
+            counts = jnp.asarray(np.clip(lengths - first, 0, STRIDE))
+            going, left = decode_stride(
+                *(config, self.model.params, going, self._keys, greedy, counts),
+                jnp.asarray(text),
+            )
+            logits = np.asarray(left.logits)
             for lane, (b, offset, path) in enumerate(leaves):
                 for depth in range(first, min(len(path), first + STRIDE)):
                     self._known[b, offset, path[: depth + 1]] = logits[depth - first, lane]
@@ -135,19 +136,3 @@ def _state_at(model: Model, plain: Plain, rows: np.ndarray, offset: np.ndarray) 
         config=model.config,
         policy=NATIVE,
     )
-
-
-@functools.partial(jax.jit, static_argnames="config")
-def _decode_lanes(
-    config: ModelConfig, params: layers.Params, state: State, tokens: Array
-) -> tuple[State, Array]:
-    """The state after tokens [L, D], and logits [D, L, V] after each; -1 ends a lane."""
-
-    def one(state: State, token: Array) -> tuple[State, Array]:
-        tree = Tree.root_only(jnp.maximum(token, 0))
-        out, scratch = verify_trees(config, params, state, tree)
-        root = jnp.zeros_like(token)
-        choice = Choice(path=root[:, None], length=root + 1, pending=root).mask(token >= 0)
-        return publish_path(state, scratch, choice), out.logits[:, 0]
-
-    return jax.lax.scan(one, state, tokens.T)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from treejax.audit.continuation.schedules import Course, End, check_step, limits_of, step
@@ -68,7 +69,9 @@ def continue_elsewhere(course: Course, end: End, tally: Tally) -> None:
         if done.returncode:
             reason = (done.stderr.strip() or "no message").splitlines()[-1]
             raise ValueError(f"the fresh process of {subject.name} failed: {reason}")
-        made = restore_checkpoint(folder / "last", _shapes(last)).tree
+        restored = restore_checkpoint(folder / "last", _shapes(last)).tree
+        # Onto this process's default device, where compiled programs take them.
+        made = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), restored)
     pairs = zip(jax.tree.leaves(made), jax.tree.leaves(last), strict=True)
     same = [np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs]
     tally.facts["fresh process"] = {"arrays": len(same), "bitwise as here": sum(same)}

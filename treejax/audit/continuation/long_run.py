@@ -13,26 +13,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treejax import layers
 from treejax.audit.continuation.limits import FREE, OUT, limited, with_limits
 from treejax.audit.continuation.settings import Settings
 from treejax.audit.continuation.verdict import WORDS, Tally
+from treejax.audit.decoding import STRIDE, Going, decode_stride, follow_stride
 from treejax.audit.intake import Start, engine_of, take_in
 from treejax.audit.memories import fragile
 from treejax.audit.prefixes import prefixes
-from treejax.audit.reference import decode_from, drawn_from, plain_step
+from treejax.audit.reference import decode_from
 from treejax.audit.rows import RowLogits
 from treejax.audit.step import Subject, cycle
 from treejax.audit.surfaces import measure
-from treejax.config import ModelConfig
-from treejax.history import History
+from treejax.loop import state_rows
 from treejax.model import Model
-from treejax.sampling import Sampling
 from treejax.shapes import Array
-from treejax.state import State
-
-ROWS = 256
-"""Tokens between two measured steps are counted up to a multiple of this: few programs."""
 
 
 def run(
@@ -57,8 +51,8 @@ def run(
     how = {"keys": keys, "sampling": settings.sampling}
     drawn = settings.sampling.prepared(model.config.vocab_size)
 
-    rows = {"max_length": prompt + each + slack, "sampling": settings.sampling}
-    start = take_in(model, texts, drafter, **rows)
+    rows = state_rows(model, prompt + each + slack)
+    start = take_in(model, texts, drafter, max_length=rows, sampling=settings.sampling)
     weights = start.draft.weights
     plain = decode_from(model, start, drafter.max_depth + 1, by=drafter, **how)
     native = Native(start, jnp.asarray(plain.tokens[:, 0], jnp.int32))
@@ -140,14 +134,21 @@ def _bring_up(
 ) -> tuple[Native, np.ndarray]:
     """Plain decoding as far as the subject has come; who emitted the same tokens on the way."""
     counts = np.array([len(tokens) for tokens in emitted], np.int32)
-    width = max(1, -(-int(counts.max()) // ROWS) * ROWS)
-    start = native.start
-    state, memory, logits, pending, history, drawn = _advance(
-        *(model.config, drafter, width, model.params, start.draft.weights),
-        *(start.state, start.draft.memory, start.logits, native.pending, start.history),
-        *(how["keys"], how["sampling"].prepared(model.config.vocab_size), jnp.asarray(counts)),
-    )
-    want, margin, second = (np.asarray(x) for x in drawn)
+    start, settings = native.start, how["sampling"].prepared(model.config.vocab_size)
+    going = Going(start.state, native.pending, start.logits, start.history)
+    memory, free = start.draft.memory, jnp.full((STRIDE, len(counts)), -1, jnp.int32)
+    drawn = [np.zeros((3, 0, len(counts)))]
+    for done in range(0, int(counts.max()), STRIDE):
+        more = jnp.asarray(np.clip(counts - done, 0, STRIDE))
+        going, left = decode_stride(
+            *(model.config, model.params, going, how["keys"], settings, more, free),
+        )
+        memory, _ = follow_stride(
+            *(model.config, drafter, False, start.draft.weights, memory, settings, how["keys"]),
+            (left.tree, left.choice, left.hidden),
+        )
+        drawn.append(np.stack([left.token, left.margin, left.second]))
+    want, margin, second = np.concatenate(drawn, axis=1).swapaxes(1, 2)  # [B, T] each
     alive = alive.copy()
     for b in np.flatnonzero(alive):
         got = np.array(emitted[b], np.int64)
@@ -161,48 +162,5 @@ def _bring_up(
         tally.facts["tokens"] += len(got)
         where = {"schedule": "long", "cycle": index, "prefix": int(b)}
         tally.exact(WORDS["tokens"], wrong, where)
-    moved = Start(state, start.draft.replace(memory=memory), logits, history)
-    return Native(moved, pending), alive
-
-
-@functools.partial(jax.jit, static_argnames=("config", "drafter", "width"))
-def _advance(
-    config: ModelConfig,
-    drafter: Any,
-    width: int,
-    params: layers.Params,
-    weights: Any,
-    state: State,
-    memory: Any,
-    logits: Array,
-    pending: Array,
-    history: History | None,
-    keys: Array,
-    sampling: Sampling,
-    counts: Array,
-) -> tuple[State, Any, Array, Array, History | None, tuple[Array, ...]]:
-    """``counts`` [B] more plain tokens each, at most ``width``: state, memory, logits, pending,
-    history, and by token what was drawn, by how much, and what came next: [B, width]."""
-
-    def one(carry: Any) -> Any:
-        i, state, memory, logits, pending, history, drawn = carry
-        part = i < counts
-        state, memory, history, new, pending = plain_step(
-            *(config, drafter, params, weights, state, memory, pending, history, keys, sampling),
-            taking_part=part,
-        )
-        logits = jnp.where(part[:, None], new, logits)
-        made = drawn_from(logits, sampling, keys, state.length, history)
-        drawn = tuple(
-            old.at[:, i].set(now.astype(old.dtype)) for old, now in zip(drawn, made, strict=True)
-        )
-        return i + 1, state, memory, logits, pending, history, drawn
-
-    none = jnp.zeros((len(counts), width), jnp.int32)
-    drawn = none, none.astype(jnp.float32), none
-    carry = jnp.int32(0), state, memory, logits, pending, history, drawn
-    last = counts.max()
-    _, state, memory, logits, pending, history, drawn = jax.lax.while_loop(
-        lambda carry: carry[0] < last, one, carry
-    )
-    return state, memory, logits, pending, history, drawn
+    draft = start.draft.replace(memory=memory)
+    return Native(Start(going.state, draft, going.logits, going.history), going.pending), alive

@@ -20,6 +20,7 @@ from treejax.audit.rows import RowLogits, places_of
 from treejax.audit.surfaces import right_path
 from treejax.drafters import Drafter
 from treejax.drafters.scripted import Script, Scripted
+from treejax.loop import state_rows
 from treejax.model import Model
 from treejax.sampling import Sampling
 from treejax.shapes import Array
@@ -84,7 +85,7 @@ def prepare(
     if isinstance(drafter, Scripted) and drafter.schedule:  # records are large: no more than needed
         plan = drafter.schedule
         count = deepest + sum(plan[t % len(plan)][1] + 1 for t in range(steps))
-    rows = max(map(len, prompts)) + count
+    rows = state_rows(model, max(map(len, prompts)) + count)
     keys = jax.random.split(jax.random.key(0), batch)
     start = take_in(model, prompts, drafter, max_length=rows, sampling=sampling)
     plain = decode_from(model, start, count, sampling=sampling, keys=keys, by=drafter)

@@ -97,14 +97,14 @@ def run(
     Raises:
       ValueError: one line: an unknown fault, or one that can strike none of the policies.
     """
-    if settings.on_toy or model is None:
-        model = toy()
     chosen = settings.faults or tuple(REGISTRY) if names is None else names
     faults = [_named(name) for name in chosen]
     plan = [(fault, policy) for fault in faults for policy in policies_of(fault, settings)]
     needed = sorted({fault.drafted for fault, _ in plan})
     clean = dict.fromkeys((fault.drafted, policy) for fault, policy in plan)
     total = 1 + len(needed) + len(clean) + len(plan)
+    if settings.on_toy or model is None:
+        model = toy()
 
     done, benches = 0, {}
     advance("calibration", done, total)
