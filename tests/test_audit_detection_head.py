@@ -10,12 +10,11 @@ from treejax.audit.continuation import settings as continuation_settings
 from treejax.audit.faults import REGISTRY
 
 HEAD = tuple(name for name, fault in REGISTRY.items() if fault.drafted)
+# As many prefixes as there are sequences: the same programs serve both.
 CONTROLS = continuation_settings.Settings(
-    prefixes=2, length=24, shorter=2, cycles=2, long_tokens=0, fresh_process=False
+    prefixes=6, length=24, shorter=1, cycles=2, long_tokens=0, fresh_process=False
 )
-SETTINGS = dataclasses.replace(
-    detection.Settings(), seeds=5, faults=HEAD, controls=CONTROLS, on_toy=True
-)
+SETTINGS = dataclasses.replace(detection.Settings(), seeds=5, faults=HEAD, controls=CONTROLS)
 
 
 @functools.cache

@@ -4,9 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from audit_cases import bench_of, places
+from audit_cases import bench_of, places, small
 
-from treejax.audit.detection.toy import CONFIG
 from treejax.audit.faults import REGISTRY
 from treejax.audit.faults.anyone import AnyOf
 from treejax.audit.intake import engine_of
@@ -16,7 +15,7 @@ from treejax.sampling import Sampling
 from treejax.steps.rules import REGISTRY as RULES
 from treejax.steps.together import Carry, step
 
-DRAWS = Sampling(temperature=1.0).prepared(CONFIG.vocab_size)
+DRAWS = Sampling(temperature=1.0).prepared(small().config.vocab_size)
 EVERY = tuple(fault for fault in REGISTRY.values() if not fault.drafted)
 
 
