@@ -52,7 +52,7 @@ def model():
 
 @functools.cache
 def bench(name, implementation="xla"):
-    arm = make_step_arm(name, "replay", LENGTHS, implementation, SIZES.config, SIZES.dtype)
+    arm = make_step_arm(name, "replay", LENGTHS, implementation, SIZES.config)
     return Bench(arm, model(), SIZES, BATCH, ROWS, 0)
 
 

@@ -159,7 +159,7 @@ class StepCost:
         largest = max((tree.capacity for tree in trees), default=1)
         how = choose_implementation(context.implementation, config, largest).implementation
         names = dict.fromkeys((PLAIN, *group.arms))
-        given = self.plain, self.lengths, how, config, self.model.dtype
+        given = self.plain, self.lengths, how, config
         return {name: make_step_arm(name, *given) for name in names}
 
     def run(self, context: Context, cells: Sequence[Cell], done: Sequence[Row]) -> Iterator[Row]:

@@ -29,6 +29,7 @@ SWITCHES = ("path", "slots", "taps", "select", "attention")
 """LumoTree's five integration changes, arXiv 2609.23900, table 2, in its order."""
 
 MOST_DEPTH = 11  # of trees of ``rowsN``; that of hydra27
+OPERANDS = "float32"  # of the recurrence, whatever the model is
 RUN = 32
 """Steps in a row that a script accepts equally many tokens in: more than a sample has calls."""
 
@@ -108,18 +109,13 @@ def make_tree(text: str) -> StaticTree:
 
 
 def make_step_arm(
-    name: str,
-    plain: str,
-    lengths: Sequence[int],
-    implementation: str,
-    config: ModelConfig,
-    dtype: str,
+    name: str, plain: str, lengths: Sequence[int], implementation: str, config: ModelConfig
 ) -> Arm:
     """The arm of a checked name, on a resolved implementation."""
     if name == PLAIN:
-        return Arm(name, make_arm(plain, implementation, dtype), Plain(), (1,))
+        return Arm(name, make_arm(plain, implementation, OPERANDS), Plain(), (1,))
     policy, text, *last = name.split()
-    made, tree = make_arm(policy, implementation, dtype), make_tree(text)
+    made, tree = make_arm(policy, implementation, OPERANDS), make_tree(text)
     if last and (match := _HEAD.fullmatch(last[0])):
         count = int(match[1] or config.vocab_size)
         return Arm(name, made, MTP(tree, vocabulary=_spread(count, config)), ())

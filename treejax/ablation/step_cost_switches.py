@@ -30,7 +30,8 @@ from treejax.sampling import per_sequence
 from treejax.shapes import Array
 from treejax.steps.publish import publish_path
 from treejax.steps.rules.base import Rule
-from treejax.steps.select import Choice, select, walk
+from treejax.steps.rules.match import follow
+from treejax.steps.select import Choice, select
 from treejax.steps.together import Carry, Emission, step
 from treejax.steps.verify import Scratch, verify_trees
 from treejax.tree import Tree
@@ -144,7 +145,7 @@ class _SelectApart:
         front, carry = _front(self.config, self.drafter, fixed, carry, limit)
         drawn = _argmax(front.output.logits)
         _top_k(front.output.logits)
-        return _back_walking(self.config, self.drafter, fixed, carry, front, drawn)
+        return _back_following(self.config, self.drafter, fixed, carry, front, drawn)
 
     def lower(self, at: int, fixed: Fixed, carry: Carry, limit: Any) -> Any:
         how = self.config, self.drafter
@@ -154,7 +155,7 @@ class _SelectApart:
         front, after = jax.eval_shape(functools.partial(_front, *how), *given)
         if at < 3:
             return (_argmax, _top_k)[at - 1].lower(front.output.logits)
-        return _back_walking.lower(*how, fixed, after, front, front.tree.tokens)
+        return _back_following.lower(*how, fixed, after, front, front.tree.tokens)
 
 
 class Front(NamedTuple):
@@ -219,13 +220,10 @@ def _back(
 
 
 @functools.partial(_jit, static_argnames=("config", "drafter"))
-def _back_walking(
+def _back_following(
     config: ModelConfig, drafter: Any, fixed: Fixed, carry: Carry, front: Front, drawn: Array
 ) -> tuple[Carry, Emission]:
-    def one(tree: Tree, tokens: Array) -> Choice:
-        return walk(tree, lambda node, depth, context: tokens[node])
-
-    choice = jax.vmap(one)(front.tree, drawn)
+    choice = jax.vmap(follow)(front.tree, drawn)
     return _make_back(config, drafter, fixed, carry, front, choice, publish_path)
 
 

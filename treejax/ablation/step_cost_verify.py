@@ -22,7 +22,7 @@ from treejax.steps import verify as product
 from treejax.steps.publish import publish_path
 from treejax.steps.select import Choice
 from treejax.steps.verify import Scratch
-from treejax.tree import Topology, Tree, describe, sort_rows, visible
+from treejax.tree import Topology, Tree, describe, sort_rows
 
 CHANGES = ("slots", "taps", "attention")
 
@@ -46,7 +46,7 @@ def verify_changed(
         if off == "taps":
             hooks = hooks._replace(operands=windows_by_layer(state, topology))
         else:
-            hooks = hooks._replace(attend=whole_cache(state, topology))
+            hooks = hooks._replace(attend=product._plain_attention(state, topology))
     positions = state.length[:, None] + topology.depth
     hidden, records = forward(config, params, layers.embed(params, tokens), positions, hooks)
     if place is not None:
@@ -75,29 +75,21 @@ def windows_by_layer(state: State, topology: Topology) -> Any:
     return operands
 
 
-def whole_cache(state: State, topology: Topology) -> Any:
-    """``Mixing.attend`` as XLA's attention, which reads every row that the state has room for."""
-    mask = jax.vmap(visible)(topology)
-
-    def attend(i: int, q: Array, k: Array, v: Array) -> Array:
-        past = state.keys[i], state.values[i], state.length
-        return jax.vmap(layers.attend)(q, k, v, mask, *past)
-
-    return attend
-
-
 def attention_acts(state: State, tree: Tree) -> bool:
-    """Whether the product attends in another way than ``whole_cache``; shapes are enough."""
+    """Whether the product attends by kernels here; shapes are enough."""
     config, dtype = state.config, state.keys.dtype
     shape = tree.tokens.shape[0], kernel_rows(tree.capacity)
     q = jax.ShapeDtypeStruct((*shape, config.num_attention_heads, config.head_dim), dtype)
     k = jax.ShapeDtypeStruct((*shape, config.num_key_value_heads, config.head_dim), dtype)
-    seen: list[str] = []
+    seen: list[str] = []  # what they close over is not traced
 
     def trace(state: State, tree: Tree) -> None:
         topology = describe(tree.pad(shape[1]))
         own = product._tree_mixing(state, topology)[0].attend
-        for attend in (own, whole_cache(state, topology)):  # what they close over is not traced
+        for attend in (
+            own,
+            product._plain_attention(state, topology),
+        ):
             seen.append(str(jax.make_jaxpr(functools.partial(attend, 0))(q, k, k)))
 
     jax.eval_shape(trace, state, tree)
