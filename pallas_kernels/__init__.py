@@ -16,7 +16,9 @@ Reading order:
     wy_commit        an accepted path from its factors
     wy_solve         a tree's outputs by a triangular solve; ``wy_commit_solve`` commits first
     tree_conv        the convolution over ancestors with activation, heads, norms and gates
-    bench            ``python -m pallas_kernels.bench``: gate, then medians, floors and peers
+    tree_attention   attention to the cached prefix and to ancestors, split over the context
+    bench            ``python -m pallas_kernels.bench``: gate, then medians, floors and peers;
+                     ``python -m pallas_kernels.bench.attention`` the same for tree_attention
 
 Importing this package imports none of them: ``from pallas_kernels.wy_solve import wy_solve``.
 """

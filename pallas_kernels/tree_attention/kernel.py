@@ -5,7 +5,9 @@ between them are a loop without one. Scores are in log2 units; maxima and sums a
 are rounded to bfloat16 for their product with the values.
 """
 
+import dataclasses
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,16 +86,20 @@ def attend_splits(
                 plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
             copy_tiles(p)
 
-        @pl.when((p.first < p.last) & (p.group < sizes.warpgroups))
-        def _() -> None:
+        def compute(shares: bool) -> None:
             if sizes.warpgroups == 2:
                 plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
             place = b, head, row_tile, split, pair
             rows = pl.ds(pl.multiple_of(p.group * BLOCK, BLOCK), BLOCK)
-            acc, top, total = run(p)
+            acc, top, total = run(dataclasses.replace(p, shares=shares))
             store(out.at[*place, rows], acc)
             store(sums.at[*place, 0, rows], top)
             store(sums.at[*place, 1, rows], total)
+
+        alone = (p.group == 0) if sizes.paired else (p.group < sizes.warpgroups)
+        pl.when((p.first < p.last) & alone)(lambda: compute(shares=False))
+        if sizes.paired:
+            pl.when((p.first < p.last) & (p.group == 1))(lambda: compute(shares=True))
 
     of = jax.ShapeDtypeStruct
     places = sizes.batch, sizes.key_heads, sizes.row_tiles, sizes.splits, sizes.programs
@@ -127,33 +133,52 @@ def run(p: Split) -> Carry:
         plgpu.layout_cast(jnp.zeros((BLOCK,), jnp.float32), ROWS),
     )
     plgpu.barrier_wait(asked)
+    return run_every_second(p, carry) if p.shares else run_all(p, carry)
+
+
+def run_all(p: Split, carry: Carry) -> Carry:
+    """The keys of a tile are multiplied before, or while, the weights of the one before are formed,
+    and right before the values of that one: the tensor cores wait once a tile, not twice."""
+
+    def turn(tile: Any, state: Any, masked: bool) -> Any:
+        scores, carry = state
+        if masked:
+            scores = jnp.where(allowed(p, tile), scores, -jnp.inf)
+        return multiply_keys(p, tile + 1, lambda: take(p, tile, scores, carry, masked))
+
+    state = multiply_keys(p, p.first, lambda: carry)
+    state = lax.fori_loop(p.first, p.unmasked, lambda i, s: turn(i, s, masked=False), state)
+    return lax.fori_loop(p.unmasked, p.last, lambda i, s: turn(i, s, masked=True), state)[1]
+
+
+def run_every_second(p: Split, carry: Carry) -> Carry:
+    """One tile at a time: to begin the next but one early would hold slots that others wait for."""
+    start = p.first + p.pair
 
     def turn(index: Any, carry: Carry, masked: bool) -> Carry:
-        tile = p.first + index * p.stride + p.offset
-        if p.sizes.paired:
-            pl.when(p.offset == 1)(lambda: skip(p, tile - 1))
-        carry = step(p, tile, carry, masked)
-        if p.sizes.paired:
-            after = (p.stride == 2) & (p.offset == 0) & (tile + 1 < p.last)
-            pl.when(after)(lambda: skip(p, tile + 1))
+        tile = start + 2 * index
+        pl.when(p.pair == 1)(lambda: skip(p, tile - 1))
+        scores, _ = multiply_keys(p, tile, lambda: carry)
+        if masked:
+            scores = jnp.where(allowed(p, tile), scores, -jnp.inf)
+        carry = take(p, tile, scores, carry, masked)
+        pl.when((p.pair == 0) & (tile + 1 < p.last))(lambda: skip(p, tile + 1))
         return carry
 
-    plain, all_turns = p.turns(p.unmasked), p.turns(p.last)
+    def turns(end: Any) -> Any:
+        return jnp.maximum(end - start + 1, 0) // 2
+
+    plain, count = turns(p.unmasked), turns(p.last)
     carry = lax.fori_loop(0, plain, lambda i, c: turn(i, c, masked=False), carry)
-    carry = lax.fori_loop(plain, all_turns, lambda i, c: turn(i, c, masked=True), carry)
-    if p.sizes.paired:
-        odd = lax.rem(p.last - p.first, 2) == 1
-        pl.when(odd & (p.offset == 1))(lambda: skip(p, p.last - 1))
+    carry = lax.fori_loop(plain, count, lambda i, c: turn(i, c, masked=True), carry)
+    left = (p.pair == 1) & (lax.rem(p.last - p.first, 2) == 1)
+    pl.when(left)(lambda: skip(p, p.last - 1))
     return carry
 
 
-def step(p: Split, tile: Any, carry: Carry, masked: bool) -> Carry:
-    """Take one tile of keys and values into the carry."""
+def take(p: Split, tile: Any, scores: jax.Array, carry: Carry, masked: bool) -> Carry:
+    """Take a tile, whose products with the queries are there, into the carry."""
     acc, top, total = carry
-    scores = multiply_keys(p, wait_for(p, tile, KEYS, not masked))
-    release(p, tile, KEYS)
-    if masked:
-        scores = jnp.where(allowed(p, tile), scores, -jnp.inf)
     unit = p.sizes.width**-0.5 * math.log2(math.e)
     higher = jnp.maximum(top, jnp.max(scores, axis=1) * unit)
     weights = jnp.exp2(scores * unit - along_rows(higher, scores.shape))
@@ -171,16 +196,32 @@ def queries(p: Split) -> Ref:
     return p.s.queries.at[pl.ds(pl.multiple_of(p.group * BLOCK, BLOCK), BLOCK)]
 
 
-def multiply_keys(p: Split, keys: Ref) -> jax.Array:
-    """[64, 64]: products of the queries with the keys of a tile."""
+def multiply_keys(p: Split, tile: Any, meanwhile: Callable[[], Carry]) -> tuple[jax.Array, Carry]:
+    """[64, 64]: products of the queries with a tile's keys, and what was done meanwhile.
+
+    Past the end of the split they are products with whatever the slot holds, and nobody's.
+    """
+    ours = tile < p.last
+
+    @pl.when(ours)
+    def _() -> None:
+        wait_for(p, tile, KEYS, cached=False)
+
+    keys = p.s.ring.at[p.slot(tile, KEYS)]
     if p.interpreted:
-        return jnp.dot(_wide(queries(p)), _wide(keys).T, precision="highest")
+        made = meanwhile()
+        products = jnp.dot(_wide(queries(p)), _wide(keys).T, precision="highest")
+    else:
 
-    def scoped(products: Ref) -> jax.Array:
-        plgpu.wgmma(products, queries(p), keys.T)
-        return products[...]
+        def scoped(products: Ref) -> tuple[jax.Array, Carry]:
+            plgpu.wgmma(products, queries(p), keys.T)
+            made = meanwhile()
+            return products[...], made
 
-    return pl.run_scoped(scoped, plgpu.WGMMAAccumulatorRef((BLOCK, TILE), jnp.float32))
+        accumulator = plgpu.WGMMAAccumulatorRef((BLOCK, TILE), jnp.float32)
+        products, made = pl.run_scoped(scoped, accumulator)
+    pl.when(ours)(lambda: release(p, tile, KEYS))
+    return products, made
 
 
 def add_values(p: Split, acc: jax.Array, weights: jax.Array, values: Ref) -> jax.Array:

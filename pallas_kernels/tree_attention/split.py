@@ -31,6 +31,7 @@ class Split:
       length: cached rows. cached: tiles of them. first, last: the tiles of this split.
       s: SMEM and barriers by the names of ``scratch_types``.
       inputs: GMEM references by name.
+      shares: this warpgroup takes turns with the other program's at their common block.
     """
 
     sizes: Sizes
@@ -47,29 +48,16 @@ class Split:
     last: Any
     s: SimpleNamespace
     inputs: SimpleNamespace
+    shares: bool = False
 
     @property
     def rows(self) -> Any:
         """This warpgroup's rows among those of the key head."""
         block = self.group
         if self.sizes.paired:
-            block = jnp.where(self.group == 1, 2, self.pair)
+            block = 2 if self.shares else self.pair
         block = self.row_tile * self.sizes.blocks + block
         return pl.ds(pl.multiple_of(block * BLOCK, BLOCK), BLOCK)
-
-    @property
-    def stride(self) -> Any:
-        """This warpgroup takes every tile, or every second one."""
-        return 1 + (self.group == 1).astype(jnp.int32) if self.sizes.paired else 1
-
-    @property
-    def offset(self) -> Any:
-        """Which one first."""
-        return jnp.where(self.group == 1, self.pair, 0) if self.sizes.paired else 0
-
-    def turns(self, end: Any) -> Any:
-        """How many of its tiles come before ``end``."""
-        return jnp.maximum(end - self.first - self.offset + self.stride - 1, 0) // self.stride
 
     def slot(self, tile: Any, which: int) -> Any:
         return lax.rem(2 * (tile - self.first) + which, self.sizes.slots)
