@@ -92,7 +92,9 @@ class Run:
     def __init__(self, settings: Settings):
         self.settings, self.rows = settings, list[Row]()
         self.clock, self.environment = Clock(settings.time_limit), environment()
-        self._gpu = jax.devices()[0].platform == "gpu"
+        self._copy, self._moved = time_copy(copy_bytes())
+        gpu = jax.devices()[0].platform == "gpu"
+        self._lead = Lead(copy_bytes()) if gpu else None
 
     def main(self) -> int:
         """The exit status; an interrupt still prints what there is."""
@@ -140,15 +142,14 @@ class Run:
                 f"{self.clock.elapsed:.0f} s: B={cell.batch}, context {cell.context}, "
                 f"{cell.tree.size} rows: {name} by {row.implementation}: {found}"
             )
-        copy, moved = time_copy(copy_bytes())
-        lead = Lead(copy_bytes()) if self._gpu else None
+        copy = self._copy
         entries = [copy, *(entry for _, entry in timed)]
         for entry in entries:
-            choose_calls(entry, None if entry is copy else lead)
+            choose_calls(entry, None if entry is copy else self._lead)
         summaries = measure_rounds(entries, self.settings.repeats, over, lambda done: None)
         for row, _ in timed:
             row.time = summaries[row.name]
-            row.bandwidth = 1e3 * moved / summaries[copy.name].median
+            row.bandwidth = 1e3 * self._moved / summaries[copy.name].median
 
     def _gate(
         self,
