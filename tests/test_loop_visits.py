@@ -8,20 +8,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 from compiling import compilations
+from kernel_cases import lower_for_h200
 
-from treejax import agreement, loop
+from treejax import agreement, loop, parameters
 from treejax.drafters import MTP, Budget, MTPSuffix, Scripted, Suffix
 from treejax.drafters.pace import Ledger
 from treejax.engine import complete, stream
 from treejax.loop import run
-from treejax.model import prompt_blocks
+from treejax.model import Model, prompt_blocks
 from treejax.policies import make_policy
 from treejax.requests import Request
 from treejax.sampling import Sampling
 from treejax.state import with_policy
 from treejax.steps import visits
-from treejax.steps.many import MOST_STEPS
+from treejax.steps.many import MOST_STEPS, end_tokens, steps
 from treejax.steps.prompt import PROMPT_POLICY, Intake, first_token, variants
 from treejax.steps.rules import REGISTRY as RULES
 from treejax.steps.together import Carry, step
@@ -181,11 +183,11 @@ def test_a_stop_string_ends_a_text_at_plains_place_whatever_the_visits(count):
     whole = complete(model, prompt, max_tokens=budget, drafter=None, policy="wy")
     stop = stop_string(whole.text, 14)
     request = Request(prompt, budget, set(), TextStream(byte_model.tokenizer(), (stop,)))
-    steps = run(model, [request], "wy", None, None, None, 0, steps_per_visit=count)
+    served = run(model, [request], "wy", None, None, None, 0, steps_per_visit=count)
     pieces, state = [], None
     while state is None:
         try:
-            pieces.extend(next(steps))
+            pieces.extend(next(served))
         except StopIteration as over:
             state = over.value
     assert request.text == whole.text[: whole.text.index(stop)]
@@ -358,3 +360,24 @@ def test_a_warm_up_runs_each_program_of_the_prompt_once():
     assert len(blocks) > len(set(widths))
     assert sorted(tokens.shape[1] for tokens, _ in made) == sorted(set(widths))
     assert all(not count.any() and len(count) == 2 for _, count in made)
+
+
+@pytest.mark.parametrize("policy", ["replay", "ring"])
+def test_many_steps_lowered_for_a_gpu_hold_the_kernels_of_one(policy):
+    """And the loop around them holds nothing that runs on the host."""
+    config, drafter = tiny.CONFIG, MTP("2,1,1")
+    params = parameters.abstract(config)
+    made = dataclasses.replace(make_policy(policy, "xla"), implementation="mosaic_gpu")
+    state = jax.eval_shape(lambda: loop.init_state(config, 2, 64, policy=made))
+    draft = jax.eval_shape(lambda p: drafter.init(Model(p, config), 2, 64), params)
+    carry = Carry(state=state, memory=draft.memory, pending=jnp.zeros(2, jnp.int32))
+    keys = jax.vmap(jax.random.key)(jnp.arange(2))
+    both = params, draft.weights, carry, jnp.zeros(2, jnp.int32), keys
+    both += Sampling().prepared(), np.bool_(False)
+    visit = end_tokens([set(), {3}]), np.zeros(2, bool), np.int32(4), np.bool_(False)
+    how = config, drafter, RULES["match"]
+    one = lower_for_h200(functools.partial(step, *how), *both)
+    many = lower_for_h200(functools.partial(steps, *how), *both, *visit)
+    kernels = [text.count("custom_call @mosaic_gpu") for text in (one, many)]
+    assert kernels[0] == kernels[1] > 0
+    assert "stablehlo.while" in many and "callback" not in many
