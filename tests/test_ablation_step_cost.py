@@ -109,15 +109,17 @@ def test_a_resumed_run_measures_what_is_missing_beside_plain(ran, tmp_path):
 @pytest.mark.parametrize("fault", ["sibling", "swapped", "broken"])
 def test_a_planted_fault_turns_its_row_red(fault, tmp_path, monkeypatch):
     monkeypatch.setitem(REGISTRY, fault, FAULTS[fault])
-    group = {"contexts": CONTEXTS, "arms": [f"{fault} 2,1"]}
+    phases = fault == "swapped"  # the others fail as whole steps
+    group = {"contexts": CONTEXTS, "arms": [f"{fault} 2,1"], "phases": phases}
     experiment = StepCost.from_toml(TOML | {"groups": [group]}, "small.toml")
     row, _ = rows_of(experiment, context(tmp_path))
     said = {
-        "sibling": "native_error is",  # and every surface is off
-        "swapped": "logits_error is",
-        "broken": "NotImplementedError: planted",
+        "sibling": ("state_error is",),
+        "swapped": ("logits_error is", "native_error is", "state_error is"),
+        "broken": ("NotImplementedError: planted",),
     }
-    assert row["gate"] == "red" and said[fault] in row["problem"], row["problem"]
+    assert row["gate"] == "red"
+    assert all(each in row["problem"] for each in said[fault]), row["problem"]
     assert not [name for name in row if is_time(name)]
     (line,) = experiment.summary([row])
     assert line["gate"] == "red" and line.get("step_ms") is None
