@@ -54,7 +54,7 @@ def different_streams(
             limit = [fault.limit(request) for request in requests]
         length = jnp.asarray(len(world.prompt) + emitted, jnp.int32)
         given = tree, jnp.asarray(logits), sampling, keys, length, history
-        out, count, history = _step(sampler, *given, jnp.asarray(limit, jnp.int32))
+        out, count, history = _step(sampler.inside, *given, jnp.asarray(limit, jnp.int32))
         out, count = np.asarray(out), np.asarray(count)
         for row, request in enumerate(requests):
             got = out[row, : count[row]].tolist()

@@ -222,7 +222,9 @@ def walk_batch(
         length=length,
         history=history,
     )
-    going, accepted = lax.fori_loop(0, steps, tree_step, (going, jnp.int32(0)))
+    accepted = jnp.int32(0)
+    if steps:  # static: plain draws alone compile sooner
+        going, accepted = lax.fori_loop(0, steps, tree_step, (going, accepted))
     going = lax.while_loop(lambda going: (going.made < count).any(), plain_step, going)
     return going.tokens, accepted
 

@@ -120,6 +120,14 @@ class Sampler:
     def with_fault(cls, fault: SamplerFault) -> "Sampler":
         return cls(fault.rule, fault.proposals, fault)
 
+    @property
+    def inside(self) -> "Sampler":
+        """What of it programs see: faults outside of them share that of the right sampler."""
+        fault = self.fault
+        if fault is not None and fault.law is fault.given is fault.choose is None:
+            return Sampler(self.rule, self.proposals)
+        return self
+
     def choose(self, given: Given) -> Choice:
         """The choice of every sequence; usable inside jit."""
         rule, fault = self.rule, self.fault
