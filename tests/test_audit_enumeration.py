@@ -45,11 +45,10 @@ def test_drafts_are_all_there_with_their_chances(proposals):
 
 
 def test_match_and_rules_with_coins_have_no_distance():
-    rng = np.random.default_rng(1)
+    rng, law = np.random.default_rng(1), Traversal().law  # one program serves one bound method
     for parents in [tree for rows in range(1, 5) for tree in ordered_trees(rows)]:
         toy = Toy.random(rng, 3, max(depths(parents)))
         assert match_distance(toy, parents, rng, 4) < EXACT
-        law = Traversal().law
         assert coin_distance(law, "without_replacement", toy, parents, rng, 4) < EXACT
 
 

@@ -9,8 +9,10 @@ import tiny
 
 from treejax.audit import sampler
 from treejax.audit.sampler.settings import name_of
+from treejax.model import Model
 from treejax.steps.rules import Match, Typical, WithoutReplacement
 
+MODEL = Model(tiny.random_params(tiny.CONFIG), tiny.CONFIG)
 SMALL = dataclasses.replace(sampler.Settings.quick(), walks=4000, seeds=2, trees=((3, 3),))
 
 
@@ -65,7 +67,7 @@ def test_a_lossy_rule_is_red_with_its_distance():
 
 def test_steps_of_a_model_are_walked_through():
     settings = dataclasses.replace(SMALL, worlds=(), steps=1, seeds=1)
-    report = sampler.run(tiny.model(), [Match()], settings)
+    report = sampler.run(MODEL, [Match()], settings)
     assert report.facts["sampler"]["worlds"] == ["step 2"]
     assert report.facts["sampler"]["captured steps"] == "1 of one generation"
     assert report.green, report.red
@@ -91,7 +93,7 @@ def test_what_cannot_be_audited_is_refused_in_one_line():
         sampler.Settings(alpha=2)
     with pytest.raises(ValueError, match="leave nothing to walk"):
         sampler.run(None, [Match()], dataclasses.replace(SMALL, worlds=()))
-    params = {name: leaf for name, leaf in tiny.model().params.items() if name != "mtp"}
-    headless = dataclasses.replace(tiny.model(), params=params)
+    params = {name: leaf for name, leaf in MODEL.params.items() if name != "mtp"}
+    headless = dataclasses.replace(MODEL, params=params)
     with pytest.raises(ValueError, match="leave nothing to walk"):
         sampler.run(headless, [Match()], dataclasses.replace(SMALL, worlds=(), steps=2))

@@ -16,9 +16,11 @@ from treejax.audit.sampler.law import laws
 from treejax.audit.sampler.streams import different_streams
 from treejax.audit.sampler.walks import Outcome, g_tests, keys_of, take_walks
 from treejax.audit.sampler.worlds import CHAIN, CLEAR, DESIGNED, made_up
+from treejax.model import Model
 from treejax.sampling import Sampling
 from treejax.steps.rules import Match
 
+MODEL = Model(tiny.random_params(tiny.CONFIG), tiny.CONFIG)
 MATCH = Sampler(Match(), "fixed")
 
 
@@ -138,7 +140,7 @@ def test_streams_are_those_of_plain_and_the_trees_are_accepted():
 
 
 def test_captured_steps_hold_rows_of_the_model_and_walk_by_their_law():
-    worlds = capture(tiny.model(), [3, 1, 4, 1, 5], 2, seed=0)
+    worlds = capture(MODEL, [3, 1, 4, 1, 5], 2, seed=0)
     assert [world.name for world in worlds] == ["step 2", "step 4"]
     for world in worlds:
         assert world.target.shape == world.draft.shape == (10, TOKENS)
