@@ -202,12 +202,14 @@ def test_what_a_row_does_not_see_changes_no_bit():
     assert changed == {(0, node)}
 
 
-def test_tiles_past_the_length_and_idle_sequences_are_not_read():
-    """NaN there reaches nothing: no product with 0 is formed."""
-    case = small([*trees_of(6), [], *trees_of(2)], (60, 150, 0), layer=0)
+def test_a_nan_outside_a_sequence_does_not_reach_it():
+    """In rows past its length, in an idle sequence, and in the rows right before its own."""
+    case = small([*trees_of(6), [], *trees_of(2)], (60, 150, 70), layer=1)
+    assert (3 + 2) * 155 % sizes.ALIGNMENT  # its first tile begins in the cache before
     clean = case.run("interpret")
-    read = np.asarray([64, 0, 0])  # one tile of the first sequence
-    lost = jnp.asarray(np.arange(155) >= read[:, None])[None, :, :, None, None]
+    read = np.asarray([60, 0, 70])
+    lost = np.arange(155) >= read[:, None]
+    lost = jnp.asarray((np.arange(8) != 1)[:, None, None] | lost)[..., None, None]
     broken = {n: jnp.where(lost, jnp.nan, getattr(case, n)) for n in ("keys", "values")}
     np.testing.assert_array_equal(case.run("interpret", **broken), clean)
     check(case, clean)

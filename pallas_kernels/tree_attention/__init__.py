@@ -49,7 +49,7 @@ def tree_attention(
       mask: [B, N, N] bool; for a tree, row i marks itself and its ancestors.
       keys, values: [La, B, S, Hkv, D] caches of every attention layer in the order of the text,
         whole: the kernel reads ``layer`` where it lies. Rows past the length may hold anything
-        finite.
+        finite, other layers and sequences anything.
       layer: which of the La layers; may be traced. length: [B] int32, at most S.
       implementation: "auto", "xla", "mosaic_gpu" or "interpret".
 

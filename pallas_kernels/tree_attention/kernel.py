@@ -186,6 +186,8 @@ def take(p: Split, tile: Any, scores: jax.Array, carry: Carry, masked: bool) -> 
     total = total * shrink + jnp.sum(weights, axis=1)
     acc = acc * along_rows(shrink, acc.shape)
     values = wait_for(p, tile, VALUES, not masked)
+    if masked:
+        pl.when(tile < p.cached)(lambda: clear_hidden(p, tile, values))
     acc = add_values(p, acc, weights.astype(jnp.bfloat16), values)
     release(p, tile, VALUES)
     return acc, higher, total
@@ -236,6 +238,22 @@ def add_values(p: Split, acc: jax.Array, weights: jax.Array, values: Ref) -> jax
     return pl.run_state(stateful)(started)
 
 
+def clear_hidden(p: Split, tile: Any, values: Ref) -> None:
+    """Zero the values of a cached tile that are no row of the sequence: it may hold up to 7 rows of
+    the one before it, and 0 times a NaN of theirs would be one. All warpgroups write the same."""
+    low, high = p.visible(tile)
+
+    def clear(index: Any, carry: Any) -> Any:
+        part = values.at[:, pl.ds(pl.multiple_of(index * TILE, TILE), TILE)]
+        x = load(part, WG)
+        row = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=WG) + p.start(tile)
+        part[...] = jnp.where((row >= low) & (row < high), x, jnp.zeros_like(x))
+        return carry
+
+    lax.fori_loop(0, p.sizes.width // TILE, clear, None)
+    plgpu.commit_smem()
+
+
 def _wide(ref: Ref) -> jax.Array:
     return ref[...].astype(jnp.float32)
 
@@ -245,7 +263,7 @@ def allowed(p: Split, tile: Any) -> jax.Array:
     shape = BLOCK, TILE
     column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WG)
     row = column + p.start(tile)
-    low, high = jnp.maximum(p.base, p.nominal(tile)), p.base + p.length
+    low, high = p.visible(tile)
     cached = (row >= low) & (row < high) & (tile < p.cached)
     first = jnp.maximum(tile - p.cached, 0) * (TILE // WORD)
     words = [load(p.inputs.seen.at[p.b, first + i, p.rows], ROWS) for i in range(TILE // WORD)]

@@ -75,6 +75,10 @@ class Split:
         """The same, but at the array's end a tile begins earlier."""
         return jnp.minimum(self.nominal(tile), self.sizes.cache_rows - TILE)
 
+    def visible(self, tile: Any) -> tuple[Any, Any]:
+        """The first row of a cached tile that is seen, and the one after the last."""
+        return jnp.maximum(self.base, self.nominal(tile)), self.base + self.length
+
     @property
     def unmasked(self) -> Any:
         """Tiles before this one lie wholly within the cached rows."""
