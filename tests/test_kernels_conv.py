@@ -220,6 +220,27 @@ def test_degenerate_keys(implementation):
     assert np.count_nonzero(made.k) == 1
 
 
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+def test_one_product_serves_as_inputs_and_gates(implementation):
+    """Columns of a wider array, with others between them and behind: bit for bit the same."""
+    case = make_case(*TREES["comb, children first, and a root alone"], dims=(8, 8), seed=4)
+    apart = case.run(implementation)
+    between, last = (jnp.full((*case.b.shape[:2], n), jnp.nan) for n in (6, 6))
+    whole = jnp.concatenate([case.inputs, between, case.b, case.a, last], axis=-1)
+    b_at = case.inputs.shape[-1] + 6
+    together = tree_conv(
+        *(whole, case.history, jnp.int32(LAYER), case.taps, case.rows, whole, whole),
+        *(case.A_log, case.dt_bias),
+        key_heads=1,
+        key_dim=8,
+        a_at=b_at + 2,
+        b_at=b_at,
+        implementation=implementation,
+    )
+    for wanted, made in zip(apart, together, strict=True):
+        np.testing.assert_array_equal(wanted, np.asarray(made, np.float64))
+
+
 def test_a_path_never_reads_another_branch_or_layer():
     """Changing one node changes its descendants within reach, and no other row."""
     tree = [-1, 0, 0, 1, 3, 4, 5, 2]
@@ -290,6 +311,12 @@ def test_what_does_not_fit_is_refused():
         case.run("xla", rows=case.rows[:, :, 1:])
     with pytest.raises(ValueError, match=r"history has shape"):
         case.run("xla", history=case.history[:, :, 1:])
+    with pytest.raises(
+        ValueError, match=r"a has shape \(1, 4, 1\), expected \(1, 4\) and 2 columns"
+    ):
+        case.run("xla", a=case.a[:, :, 1:])
+    with pytest.raises(ValueError, match="inputs have 48 channels, expected at least the 64"):
+        case.run("xla", inputs=case.inputs[:, :, 16:])
     with pytest.raises(ValueError, match="history is bfloat16 and inputs are float32"):
         case.run("xla", history=case.history.astype(jnp.bfloat16))
     case.heads = (3, 2)

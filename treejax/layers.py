@@ -6,7 +6,7 @@ full precision on every device; gates, decays and the recurrence are float32 wha
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -144,34 +144,58 @@ def attention(
     return linear(out.reshape(*x.shape[:-1], -1), p["o"]), (k, v)
 
 
+class Projections(NamedTuple):
+    """What a recurrent layer makes of its rows [..., T, H] before they meet one another.
+
+    Attributes:
+      inputs: [..., T, C] of the convolution. z: [..., T, Hv dv] of the output's gate.
+      b, a: [..., T, Hv] of write strengths and decays.
+      whole: all four side by side in this order, if they are one product. A kernel reads its
+        columns where they lie; the other attributes are then made for those who ask.
+    """
+
+    inputs: Array
+    z: Array
+    b: Array
+    a: Array
+    whole: Array | None
+
+
 def delta_net(
     config: ModelConfig,
     p: Params,
     x: Array,
-    operands: Callable[[ModelConfig, Params, Array, Array, Array], Operands],
+    operands: Callable[[ModelConfig, Params, Projections], Operands],
     delta: Callable[[Operands], tuple[Array, Any]],
 ) -> tuple[Array, tuple[Array, Any]]:
     """Gated DeltaNet over x [..., T, H]: the output and (convolution inputs, what delta recorded).
 
-    ``operands(config, p, inputs, a, b)`` takes the convolution inputs [..., T, C] and the gate
-    inputs [..., T, Hv]; ``delta(operands)`` gives outputs [..., T, Hv, dv] float32 and a record.
+    ``delta(operands)`` gives outputs [..., T, Hv, dv] float32 and a record.
     """
-    inputs, z, b, a = project(p, x, "qkv", "z", "b", "a")
-    out, record = delta(operands(config, p, inputs, a, b))
-    y = gated_norm(out, p["norm_gated"], z.reshape(out.shape), config.rms_norm_eps)
-    return linear(y.reshape(*x.shape[:-1], -1), p["out"]), (inputs, record)
+    made = projections(p, x)
+    out, record = delta(operands(config, p, made))
+    y = gated_norm(out, p["norm_gated"], made.z.reshape(out.shape), config.rms_norm_eps)
+    return linear(y.reshape(*x.shape[:-1], -1), p["out"]), (made.inputs, record)
+
+
+def projections(p: Params, x: Array) -> Projections:
+    """x [..., T, H] times the input matrices of a recurrent layer."""
+    names = "qkv", "z", "b", "a"
+    fused = p.get("+".join(names))
+    if fused is None:
+        return Projections(*project(p, x, *names), whole=None)
+    whole = linear(x, fused.matrix)
+    return Projections(*fused.split(whole), whole)
 
 
 def by_convolution(
     convolve: Callable[[int, Array, Array], Array],
-) -> Callable[[int, ModelConfig, Params, Array, Array, Array], Operands]:
+) -> Callable[[int, ModelConfig, Params, Projections], Operands]:
     """``Mixing.operands`` from ``convolve(i, inputs, taps)``, float32 and not yet activated."""
 
-    def operands(
-        i: int, config: ModelConfig, p: Params, inputs: Array, a: Array, b: Array
-    ) -> Operands:
-        mixed = jax.nn.silu(convolve(i, inputs, p["conv"])).astype(inputs.dtype)
-        return delta_operands(config, p, mixed, a, b)
+    def operands(i: int, config: ModelConfig, p: Params, made: Projections) -> Operands:
+        mixed = jax.nn.silu(convolve(i, made.inputs, p["conv"])).astype(made.inputs.dtype)
+        return delta_operands(config, p, mixed, made.a, made.b)
 
     return operands
 

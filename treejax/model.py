@@ -56,12 +56,12 @@ class Output(struct.PyTreeNode):
 class Mixing(NamedTuple):
     """How the rows of one forward see one another and the past.
 
-    ``operands(i, config, p, inputs, a, b)`` (see ``layers.delta_net``), ``delta(i, operands)`` and
+    ``operands(i, config, p, projections)`` (see ``layers.delta_net``), ``delta(i, operands)`` and
     ``attend(i, q, k, v)`` take the index of the layer among the recurrent, or the attention layers,
     and arrays [B, T, ...].
     """
 
-    operands: Callable[[int, ModelConfig, layers.Params, Array, Array, Array], Operands]
+    operands: Callable[[int, ModelConfig, layers.Params, layers.Projections], Operands]
     delta: Callable[[int, Operands], tuple[Array, Any]]
     attend: Callable[[int, Array, Array, Array], Array]
 

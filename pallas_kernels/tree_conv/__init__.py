@@ -49,6 +49,8 @@ def tree_conv(
     *,
     key_heads: int,
     key_dim: int,
+    a_at: int = 0,
+    b_at: int = 0,
     implementation: str = "auto",
 ) -> TreeConv:
     """Convolve, activate and split the projections of every node of the trees.
@@ -60,21 +62,26 @@ def tree_conv(
     long as their ``rows`` point at finite inputs.
 
     Args:
-      inputs: [B, N, C] projections, C = 2 Hk dk + Hv dv; bfloat16 or float32.
+      inputs: [B, N, C or more] projections, C = 2 Hk dk + Hv dv; bfloat16 or float32. Further
+        columns are not read.
       history: [L, B, K - 1, C] inputs before the root, oldest first, of every recurrent layer.
       layer: which of the L layers this is; may be traced.
       taps: [K, C]; the last one meets the node's own input.
       rows: [B, N, K] int32, each in 0 .. K - 2 + N.
-      a, b: [B, N, Hv] gate inputs.
+      a, b: [B, N, Hv or more] gate inputs, the columns from ``a_at`` and ``b_at`` on.
       A_log, dt_bias: [Hv] float32.
       key_heads, key_dim: Hk and dk.
+      a_at, b_at: with these one product that holds all projections serves as ``inputs``, ``a`` and
+        ``b``, and nothing is copied.
       implementation: "auto", "xla", "mosaic_gpu" or "interpret".
 
     Raises:
       ValueError: shapes that do not fit together, or a kernel that cannot run was asked for.
     """
-    _check(inputs, history, taps, rows, a, b, key_heads, key_dim)
-    chosen = resolve(implementation, _unsupported(inputs, taps, a, key_heads, key_dim))
+    _check(inputs, history, taps, rows, A_log, dt_bias, key_heads, key_dim)
+    for name, gates, at in (("a", a, a_at), ("b", b, b_at)):
+        _check_gates(name, gates, at, inputs, A_log.shape[0])
+    chosen = resolve(implementation, _unsupported(inputs, taps, A_log, key_heads, key_dim))
     return _run(
         inputs,
         history,
@@ -87,18 +94,20 @@ def tree_conv(
         dt_bias,
         key_heads=key_heads,
         key_dim=key_dim,
+        at=(a_at, b_at),
         chosen=chosen,
     )
 
 
-@functools.partial(jax.jit, static_argnames=("key_heads", "key_dim", "chosen"))
-def _run(*arrays: jax.Array, key_heads: int, key_dim: int, chosen: str) -> TreeConv:
+@functools.partial(jax.jit, static_argnames=("key_heads", "key_dim", "at", "chosen"))
+def _run(
+    *arrays: jax.Array, key_heads: int, key_dim: int, at: tuple[int, int], chosen: str
+) -> TreeConv:
     """Jitted, so that the layers of a model share one trace and one lowering."""
+    sizes = {"key_heads": key_heads, "key_dim": key_dim, "at": at}
     if chosen == "xla":
-        return TreeConv(*reference.tree_conv(*arrays, key_heads=key_heads, key_dim=key_dim))
-    return TreeConv(
-        *mosaic_gpu.tree_conv(*arrays, key_heads=key_heads, key_dim=key_dim, chosen=chosen)
-    )
+        return TreeConv(*reference.tree_conv(*arrays, **sizes))
+    return TreeConv(*mosaic_gpu.tree_conv(*arrays, **sizes, chosen=chosen))
 
 
 def _check(
@@ -106,25 +115,25 @@ def _check(
     history: jax.Array,
     taps: jax.Array,
     rows: jax.Array,
-    a: jax.Array,
-    b: jax.Array,
+    A_log: jax.Array,
+    dt_bias: jax.Array,
     key_heads: int,
     key_dim: int,
 ) -> None:
-    batch, nodes, channels = inputs.shape
-    width, value_heads = taps.shape[0], a.shape[-1]
+    batch, nodes, given = inputs.shape
+    (width, channels), value_heads = taps.shape, A_log.shape[0]
     values = channels - 2 * key_heads * key_dim
     if values <= 0 or values % value_heads:
         raise ValueError(
-            f"inputs have {channels} channels: {key_heads} key heads of {key_dim} twice leave "
+            f"taps have {channels} channels: {key_heads} key heads of {key_dim} twice leave "
             f"{values}, expected a positive multiple of the {value_heads} value heads"
         )
+    if given < channels:
+        raise ValueError(f"inputs have {given} channels, expected at least the {channels} of taps")
     expected: dict[str, tuple[Any, tuple[int, ...]]] = {
         "history": (history, (history.shape[0], batch, width - 1, channels)),
-        "taps": (taps, (width, channels)),
         "rows": (rows, (batch, nodes, width)),
-        "a": (a, (batch, nodes, value_heads)),
-        "b": (b, (batch, nodes, value_heads)),
+        "dt_bias": (dt_bias, (value_heads,)),
     }
     for name, (array, shape) in expected.items():
         if array.shape != shape:
@@ -133,12 +142,20 @@ def _check(
         raise ValueError(f"history is {history.dtype} and inputs are {inputs.dtype}, expected one")
 
 
+def _check_gates(name: str, gates: jax.Array, at: int, inputs: jax.Array, heads: int) -> None:
+    if gates.shape[:2] != inputs.shape[:2] or not 0 <= at <= gates.shape[2] - heads:
+        raise ValueError(
+            f"{name} has shape {gates.shape}, expected {inputs.shape[:2]} and {heads} columns "
+            f"from {at} on"
+        )
+
+
 def _unsupported(
-    inputs: jax.Array, taps: jax.Array, a: jax.Array, key_heads: int, key_dim: int
+    inputs: jax.Array, taps: jax.Array, A_log: jax.Array, key_heads: int, key_dim: int
 ) -> str | None:
     """Why the kernel cannot take these arguments, or None."""
-    _, nodes, channels = inputs.shape
-    value_dim = (channels - 2 * key_heads * key_dim) // a.shape[-1]
+    nodes, channels = inputs.shape[1], taps.shape[1]
+    value_dim = (channels - 2 * key_heads * key_dim) // A_log.shape[0]
     if inputs.dtype not in (jnp.float32, jnp.bfloat16):
         return f"the kernel takes float32 or bfloat16 inputs, got {inputs.dtype}"
     if taps.shape[0] < 2:
@@ -148,4 +165,6 @@ def _unsupported(
     for name, width in (("key_dim", key_dim), ("the value width", value_dim)):
         if width % 8 or width > 256:
             return f"the kernel takes multiples of 8 up to 256 as {name}, got {width}"
+    if inputs.shape[2] % 8:  # rows are copied in bulk, from addresses that 16 bytes divide
+        return f"the kernel takes multiples of 8 columns as inputs, got {inputs.shape[2]}"
     return None

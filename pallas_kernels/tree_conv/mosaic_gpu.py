@@ -70,11 +70,12 @@ def tree_conv(
     *,
     key_heads: int,
     key_dim: int,
+    at: tuple[int, int],
     chosen: str,
 ) -> tuple[jax.Array, ...]:
-    """q, k, v, g, alpha, beta; the arguments are those of the public function."""
-    batch, nodes, channels = inputs.shape
-    width, value_heads = taps.shape[0], a.shape[-1]
+    """q, k, v, g, alpha, beta; arguments as of the public function, ``at``: of a and b."""
+    batch, nodes, _ = inputs.shape
+    (width, channels), value_heads = taps.shape, A_log.shape[0]
     value_dim = (channels - 2 * key_heads * key_dim) // value_heads
     heads = 2 * key_heads + value_heads
     step = min(NODES, nodes)  # the last chunk overlaps the one before it
@@ -165,10 +166,10 @@ def tree_conv(
             read = places(0)
 
             def gates(i: Any, _: Any) -> None:
-                place = (sequence, pl.ds(chunk(i), step), value)
-                values = _gates(place, row_layout(step).reduce(0), value, *gates_r)
+                place = (sequence, pl.ds(chunk(i), step))
+                values = _gates(place, row_layout(step).reduce(0), value, at, *gates_r)
                 for ref, x in zip(decays_r, values, strict=True):
-                    store(ref.at[place], x)
+                    store(ref.at[*place, value], x)
 
             lax.fori_loop(0, chunks, gates, None)
             plgpu.barrier_wait(barrier)
@@ -202,14 +203,25 @@ def tree_conv(
 
 
 def _gates(
-    place: Any, layout: Any, head: Any, a_r: Ref, b_r: Ref, A_log_r: Ref, dt_bias_r: Ref
+    place: Any,
+    layout: Any,
+    head: Any,
+    at: tuple[int, int],
+    a_r: Ref,
+    b_r: Ref,
+    A_log_r: Ref,
+    dt_bias_r: Ref,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """g, alpha and beta of some nodes for one value head."""
-    x = load(a_r.at[place], layout).astype(jnp.float32) + dt_bias_r[head]
+    a, b = (
+        load(ref.at[*place, start + head], layout)
+        for ref, start in zip((a_r, b_r), at, strict=True)
+    )
+    x = a.astype(jnp.float32) + dt_bias_r[head]
     g = -jnp.exp(A_log_r[head]) * softplus(x)
     alpha = jnp.exp(g)
     g = jnp.where(alpha > 0.5, log1p(jnp.minimum(alpha - 1.0, 0.0)), g)
-    beta = lax.logistic(load(b_r.at[place], layout).astype(jnp.float32))
+    beta = lax.logistic(b.astype(jnp.float32))
     return g, alpha, beta
 
 

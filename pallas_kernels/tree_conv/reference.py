@@ -23,8 +23,11 @@ def tree_conv(
     *,
     key_heads: int,
     key_dim: int,
+    at: tuple[int, int],
 ) -> tuple[jax.Array, ...]:
-    """q, k, v, g, alpha, beta; the arguments are those of the public function."""
+    """q, k, v, g, alpha, beta; arguments as of the public function, ``at``: of a and b."""
+    inputs, heads = inputs[..., : taps.shape[1]], A_log.shape[0]
+    a, b = (x[..., start : start + heads] for x, start in zip((a, b), at, strict=True))
     total = convolve(inputs, history[layer], taps, rows)
     mixed = jax.nn.silu(total).astype(inputs.dtype).astype(jnp.float32)
     keys, shape = key_heads * key_dim, (*mixed.shape[:-1], key_heads, key_dim)

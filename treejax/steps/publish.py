@@ -62,17 +62,17 @@ def _check_path(state: State, tree: Tree, choice: Choice) -> None:
 def publish_path(state: State, scratch: Scratch, choice: Choice) -> State:
     """``publish`` without checks, for use inside jit."""
     path = path_in_scratch(choice.path, choice.length, scratch.place)
-    conv = [
-        jax.vmap(advance_history)(state.conv[i], inputs, path)
-        for i, inputs in enumerate(scratch.conv)
-    ]
+    conv = state.conv
+    if scratch.conv:  # all layers at once: a GPU would launch a gather for each
+        every_layer = jax.vmap(jax.vmap(advance_history), in_axes=(0, 0, None))
+        conv = every_layer(conv, jnp.stack(scratch.conv), path)
     return state.replace(
         recurrent=(
             state.policy.commit(scratch.carry, scratch.recurrent, path)
             if scratch.recurrent
             else state.recurrent
         ),
-        conv=jnp.stack(conv) if conv else state.conv,
+        conv=conv,
         keys=_publish_rows(state, state.keys, scratch.keys, path),
         values=_publish_rows(state, state.values, scratch.values, path),
         length=state.length + path.length,

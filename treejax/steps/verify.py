@@ -193,15 +193,23 @@ def _fused_operands(state: State, windows: Array) -> Callable[..., Operands]:
     from pallas_kernels.tree_conv import tree_conv  # imported when first traced
 
     def operands(
-        i: int, config: ModelConfig, p: layers.Params, inputs: Array, a: Array, b: Array
+        i: int, config: ModelConfig, p: layers.Params, made: layers.Projections
     ) -> Operands:
-        made = tree_conv(
-            *(inputs, state.conv, jnp.int32(i), p["conv"], windows, a, b),
-            *(p["A_log"], p["dt_bias"]),
+        inputs, a, b, whole = made.inputs, made.a, made.b, made.whole
+        a_at = b_at = 0
+        if whole is not None:  # columns are read where they lie
+            b_at = inputs.shape[-1] + made.z.shape[-1]
+            a_at = b_at + b.shape[-1]
+            inputs = a = b = whole
+        rows = inputs, state.conv, jnp.int32(i), p["conv"], windows, a, b
+        out = tree_conv(
+            *(*rows, p["A_log"], p["dt_bias"]),
             key_heads=config.linear_num_key_heads,
             key_dim=config.linear_key_head_dim,
+            a_at=a_at,
+            b_at=b_at,
             implementation=state.policy.implementation,
         )
-        return Operands(made.q, made.k, made.v, made.g, made.alpha, made.beta)
+        return Operands(out.q, out.k, out.v, out.g, out.alpha, out.beta)
 
     return operands
