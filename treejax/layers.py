@@ -183,9 +183,10 @@ def projections(p: Params, x: Array) -> Projections:
     names = "qkv", "z", "b", "a"
     fused = p.get("+".join(names))
     if fused is None:
-        return Projections(*project(p, x, *names), whole=None)
+        inputs, z, b, a = project(p, x, *names)
+        return Projections(inputs, z, b, a, whole=None)
     whole = linear(x, fused.matrix)
-    return Projections(*fused.split(whole), whole)
+    return Projections(*fused.split(whole), whole=whole)
 
 
 def by_convolution(

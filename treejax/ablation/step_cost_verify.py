@@ -67,10 +67,10 @@ def windows_by_layer(state: State, topology: Topology) -> Any:
     """``Mixing.operands`` that derives its windows in every layer."""
 
     def operands(
-        i: int, config: ModelConfig, p: layers.Params, inputs: Array, a: Array, b: Array
+        i: int, config: ModelConfig, p: layers.Params, made: layers.Projections
     ) -> Operands:
-        own, inputs = lax.optimization_barrier((topology, inputs))
-        return product._tree_mixing(state, own)[0].operands(i, config, p, inputs, a, b)
+        own, _ = lax.optimization_barrier((topology, p["A_log"]))  # of this layer alone
+        return product._tree_mixing(state, own)[0].operands(i, config, p, made)
 
     return operands
 
@@ -105,12 +105,12 @@ class Unsorted:
         self.carry = state.recurrent
 
     def operands(
-        self, i: int, config: ModelConfig, p: layers.Params, inputs: Array, a: Array, b: Array
+        self, i: int, config: ModelConfig, p: layers.Params, made: layers.Projections
     ) -> Operands:
         """In sorted rows, which is where the scan of the same layer wants them."""
-        mixing, order, _ = self._own(inputs)
-        moved = (_move(x, order) for x in (inputs, a, b))
-        return mixing.operands(i, config, p, *moved)
+        mixing, order, _ = self._own(p["A_log"])
+        moved = jax.tree.map(lambda x: _move(x, order), made)
+        return mixing.operands(i, config, p, moved)
 
     def delta(self, i: int, operands: Operands) -> tuple[Array, Any]:
         own, _ = lax.optimization_barrier((self.topology, operands.beta))
@@ -125,9 +125,10 @@ class Unsorted:
         mixing, order, place = self._own(q)
         return _move(mixing.attend(i, *(_move(x, order) for x in (q, k, v))), place)
 
-    def _own(self, rows: Array) -> tuple[Mixing, Array, Array]:
-        """A mixing over sorted rows, and the orders there and back."""
-        own, _ = lax.optimization_barrier((self.topology, rows))
+    def _own(self, tie: Array) -> tuple[Mixing, Array, Array]:
+        """A mixing over sorted rows, and the orders there and back; ``tie``: what only one layer
+        has, or the compiler would sort once for all."""
+        own, _ = lax.optimization_barrier((self.topology, tie))
         sorted_topology, place = jax.vmap(sort_rows)(own)
         return product._tree_mixing(self.state, sorted_topology)[0], own.order, place
 
