@@ -16,7 +16,7 @@ import numpy as np
 
 from treejax import layers
 from treejax.audit.intake import NATIVE, Start, engine_of, take_in
-from treejax.audit.memories import relative
+from treejax.audit.memories import propose, relative
 from treejax.audit.reference import Plain, decode
 from treejax.audit.rows import RowLogits
 from treejax.audit.step import Cycle, Engine, Subject
@@ -209,7 +209,6 @@ def _tree(
     )
 
 
-@functools.partial(jax.jit, static_argnames=("config", "drafter"))
 def follow(
     config: ModelConfig,
     drafter: Any,
@@ -222,10 +221,28 @@ def follow(
     sampling: Sampling,
 ) -> tuple[Engine, Cycle]:
     """Verify a given tree and publish a given path of it; the drafter proposes to no effect."""
+    length, pending = engine.state.length, engine.pending
+    _, memory = propose(config, drafter, weights, engine.memory, length, pending, keys, sampling)
+    engine = engine.replace(memory=memory)
+    return _publish(config, drafter, params, weights, engine, tree, choice, keys, sampling)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "drafter"))
+def _publish(
+    config: ModelConfig,
+    drafter: Any,
+    params: layers.Params,
+    weights: Any,
+    engine: Engine,
+    tree: Tree,
+    choice: Choice,
+    keys: Array,
+    sampling: Sampling,
+) -> tuple[Engine, Cycle]:
+    """``follow`` after the proposal."""
     state = engine.state
     own, *_ = per_sequence(state.batch, sampling, keys, state.length, config.vocab_size)
     draft = Draft(weights=weights, memory=engine.memory, config=config, sampling=own)
-    draft = drafter.propose(draft, state, engine.pending, keys)[2]
     out, scratch = verify_trees(config, params, state, tree)
     draft = drafter.observe(draft, tree, choice, out.hidden)
     after = engine.replace(
