@@ -30,6 +30,10 @@ WORD = 32
 ALIGNMENT = 8
 """Bulk copies start at multiples of so many rows, and move multiples of them."""
 
+MOST_BLOCKS = 3
+"""Blocks of a pair; with 2 there would be no pairs, and three blocks would read the context twice
+through the L2."""
+
 MULTIPROCESSORS = 132
 """Of an H200; a program takes one to itself."""
 
@@ -67,7 +71,7 @@ class Sizes:
     @property
     def row_tiles(self) -> int:
         """How many programs, or pairs, share the rows of a key head."""
-        return -(-self._blocks // 3)
+        return -(-self._blocks // MOST_BLOCKS)
 
     @property
     def blocks(self) -> int:
