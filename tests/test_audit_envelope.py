@@ -12,6 +12,7 @@ import tiny
 from treejax.audit.envelope import CEILINGS, FLOORS, LUMOTREE, Envelope, bounds_from, identity
 from treejax.model import Model
 
+MODEL = Model(tiny.random_params(tiny.CONFIG), tiny.CONFIG)  # nothing is compiled for it
 WORST = {
     "R": np.array([1e-6, 3e-6]),
     "C": np.array([0.0, 1e-6]),
@@ -45,7 +46,7 @@ def test_float32_is_ten_times_tighter_than_lumotree_or_refused():
 
 
 def test_a_file_comes_back_and_an_edited_one_does_not(tmp_path):
-    envelope, path = made(tiny.model()), tmp_path / "envelope.json"
+    envelope, path = made(MODEL), tmp_path / "envelope.json"
     envelope.save(path)
     again = Envelope.load(path)
     assert again.bounds == envelope.bounds and again.digest == envelope.digest
@@ -76,7 +77,7 @@ def test_what_is_no_envelope_is_said_in_one_line(tmp_path):
 
 
 def test_it_serves_the_model_it_was_calibrated_for_and_no_other():
-    model = tiny.model()
+    model = MODEL
     envelope = made(model)
     envelope.check_use(model)
     scaled = {**model.params, "norm": model.params["norm"] + 1e-3}
@@ -93,7 +94,7 @@ def test_it_serves_the_model_it_was_calibrated_for_and_no_other():
 
 def test_one_without_a_bound_for_every_surface_is_refused():
     """What an earlier version wrote, say: a surface without a bound would pass unseen."""
-    model = tiny.model()
+    model = MODEL
     whole = made(model)
     less = {name: values for name, values in whole.bounds.items() if name != "row logits"}
     with pytest.raises(ValueError, match="no bounds for row logits, expected all of what is"):

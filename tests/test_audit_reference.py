@@ -13,10 +13,11 @@ from treejax.audit.intake import take_in
 from treejax.audit.prefixes import MODULES, digest, prefixes
 from treejax.audit.reference import decode
 from treejax.drafters import MTP, Plain
-from treejax.model import prefill
+from treejax.model import Model, prefill
 from treejax.sampling import Sampling
 from treejax.state import init_state
 
+MODEL = Model(tiny.random_params(tiny.CONFIG), tiny.CONFIG)  # nothing is compiled for it
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2]]
 COUNT, ROWS = 6, 32
 KEYS = jax.vmap(jax.random.key)(jnp.arange(2))
@@ -25,7 +26,7 @@ KEYS = jax.vmap(jax.random.key)(jnp.arange(2))
 @pytest.fixture(scope="module")
 def plain():
     return decode(
-        *(tiny.model(), PROMPTS, COUNT),
+        *(MODEL, PROMPTS, COUNT),
         sampling=Sampling(),
         keys=KEYS,
         max_length=ROWS,
@@ -34,7 +35,7 @@ def plain():
 
 
 def test_every_position_is_bitwise_that_of_decoding_by_hand(plain):
-    model, lengths = tiny.model(), [len(prompt) for prompt in PROMPTS]
+    model, lengths = MODEL, [len(prompt) for prompt in PROMPTS]
     tokens = np.zeros((2, max(lengths)), np.int32)
     for row, prompt in zip(tokens, PROMPTS, strict=True):
         row[: len(prompt)] = prompt
@@ -65,7 +66,7 @@ def test_the_drafter_knows_every_position(plain):
 
 
 def test_a_sampled_stream_is_that_of_the_loop():
-    model, sampling = tiny.model(), Sampling(temperature=1.5, presence_penalty=0.5)
+    model, sampling = MODEL, Sampling(temperature=1.5, presence_penalty=0.5)
     made = decode(model, PROMPTS, COUNT, sampling=sampling, keys=KEYS, max_length=ROWS)
     texts = treejax.complete(
         *(model, PROMPTS),
@@ -80,7 +81,7 @@ def test_a_sampled_stream_is_that_of_the_loop():
 
 
 def test_the_models_part_of_a_prompt_is_one_program_for_all_drafters():
-    model = tiny.model()
+    model = MODEL
     rooms = [take_in(model, PROMPTS, Plain(), max_length=48)]
     with compilations() as seen:
         rooms += [take_in(model, PROMPTS, MTP(tree), max_length=48) for tree in ("chain2", "2,1")]
@@ -91,7 +92,7 @@ def test_the_models_part_of_a_prompt_is_one_program_for_all_drafters():
 
 def test_prefixes_of_the_splits_are_disjoint_and_come_again():
     assert not set(MODULES["calibration"]) & set(MODULES["held-out"])
-    for model in (treejax.load_model(), tiny.model()):
+    for model in (treejax.load_model(), MODEL):
         held, other = (prefixes(model, split, 4, 40, 3) for split in ("held-out", "calibration"))
         assert [len(text) for text in held + other] == [40] * 8
         assert len({tuple(text) for text in held + other}) == 8

@@ -13,12 +13,14 @@ from treejax.audit.rows import RowLogits
 from treejax.audit.step import Subject, cycle, never
 from treejax.audit.surfaces import EXACT, SURFACES, kl, measure, narrow_vectors, right_path
 from treejax.drafters import MTP
+from treejax.model import Model
 from treejax.policies.replay import Replay
 from treejax.sampling import Sampling
 from treejax.state import init_state
 from treejax.steps.rules import REGISTRY
 from treejax.tree import Tree
 
+MODEL = Model(tiny.random_params(tiny.CONFIG), tiny.CONFIG)  # nothing is compiled for it
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2]]
 ROWS, COUNT, GREEDY = 32, 12, Sampling()
 KEYS = jax.vmap(jax.random.key)(jnp.arange(2))
@@ -28,18 +30,18 @@ SUBJECT = Subject(Replay(), MTP("2,1"), REGISTRY["match"])
 @pytest.fixture(scope="module")
 def plain():
     how = {"sampling": GREEDY, "keys": KEYS, "max_length": ROWS}
-    return decode(tiny.model(), PROMPTS, COUNT, drafter=SUBJECT.drafter, **how)
+    return decode(MODEL, PROMPTS, COUNT, drafter=SUBJECT.drafter, **how)
 
 
 @pytest.fixture(scope="module")
 def expected(plain):
-    return RowLogits(tiny.model(), plain)
+    return RowLogits(MODEL, plain)
 
 
 @pytest.fixture(scope="module")
 def stepped(plain):
     """Weights, and the engines and outputs of the second step."""
-    model = tiny.model()
+    model = MODEL
     start = take_in(model, PROMPTS, SUBJECT.drafter, max_length=ROWS)
     engine, weights = engine_of(SUBJECT, start, plain.tokens[:, 0]), start.draft.weights
     offset, rest = np.zeros(2, np.int64), None
@@ -57,7 +59,7 @@ def stepped(plain):
 def measured(expected, stepped, after=None, shown=None):
     weights, before, engine, made, offset = stepped
     return measure(
-        *(tiny.model(), SUBJECT, weights, before, after or engine, shown or made, expected, offset),
+        *(MODEL, SUBJECT, weights, before, after or engine, shown or made, expected, offset),
         keys=KEYS,
         sampling=GREEDY,
     )
@@ -71,7 +73,7 @@ def seen(step, clean):
 
 def test_a_right_step_is_near_and_exact(expected, stepped):
     step = measured(expected, stepped)
-    config = tiny.model().config
+    config = MODEL.config
     assert {n: step.distances[n].shape for n in SURFACES} == {
         "R": (2, 1, config.linear_num_value_heads),
         "C": (2, 1),
@@ -165,7 +167,7 @@ def test_a_row_off_the_path_shows_alone(expected, stepped):
 
 def test_what_was_not_followed_before_it_closed_counts_as_equal(expected, stepped):
     shown, offset = stepped[3], stepped[4]
-    closed = RowLogits(tiny.model(), expected.plain)
+    closed = RowLogits(MODEL, expected.plain)
     closed.close()
     assert not closed.distances(shown.tree, shown.logits + 1.0, offset, np.arange(2)).any()
 
@@ -206,7 +208,7 @@ def test_a_memory_of_another_drafter_is_refused(expected, stepped):
     weights, before, engine, shown, offset = stepped
     with pytest.raises(ValueError, match="plain was recorded with drafter"):
         measure(
-            *(tiny.model(), other, weights, before, engine, shown, expected, offset),
+            *(MODEL, other, weights, before, engine, shown, expected, offset),
             keys=KEYS,
             sampling=GREEDY,
         )
@@ -215,7 +217,7 @@ def test_a_memory_of_another_drafter_is_refused(expected, stepped):
 def test_a_proposal_far_from_a_tie_survives_noise_of_a_bound(expected, stepped):
     weights, _, engine, _, offset = stepped
     how = {"keys": KEYS, "sampling": GREEDY}
-    rest = tiny.model(), SUBJECT, weights, engine.memory, expected.plain, offset
+    rest = MODEL, SUBJECT, weights, engine.memory, expected.plain, offset
     assert not fragile(*rest, size=1e-5, **how).any()
     assert fragile(*rest, size=10.0, **how).all()  # noise that drowns the memory changes it
 
