@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from treejax.history import begin, extend
-from treejax.loop import CACHE_ROWS, run, settle
+from treejax.loop import run, settle, state_rows
 from treejax.model import Model, prefill
 from treejax.policies import make_policy
 from treejax.requests import Request
@@ -226,7 +226,7 @@ def plain_scores(
     """What plain decoding takes the argmax of after ``tokens``: logits, or z + g when sampling."""
     sampling = settle(model, (), sampling)
     position = len(prompt) + len(tokens)
-    rows = min(-(-position // CACHE_ROWS) * CACHE_ROWS, model.config.max_position_embeddings)
+    rows = state_rows(model, position)
     state = init_state(model.config, 1, rows, model.dtype, policy)
     out, state = prefill(model, state, np.asarray([prompt]), [len(prompt)])
     logits = out.logits[0]

@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
         report = None
         if options.stats_file is not None:  # opened first: a wrong path costs no generation
             report = files.enter_context(options.stats_file.open("w", encoding="utf-8"))
-        model = load_model(options.checkpoint, options.dtype)
+        model = load_model(options.checkpoint, options.dtype, fused=True)
         if options.drafter == "auto" and "mtp" not in model.params:
             say(NAME, "this model has no MTP head, so 'suffix' drafts")
         drafter = choose_drafter(model, options.drafter, options.tree)

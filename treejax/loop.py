@@ -250,8 +250,10 @@ def _histories(
 
 
 def state_rows(model: Model, tokens: int) -> int:
-    """Rows that a state of so many tokens is allocated with."""
-    return min(-(-tokens // CACHE_ROWS) * CACHE_ROWS, model.config.max_position_embeddings)
+    """Tokens that a state for so many has room for: with its spare row whole ``CACHE_ROWS``, which
+    is also what attention kernels can copy in bulk."""
+    rows = (tokens // CACHE_ROWS + 1) * CACHE_ROWS - 1
+    return min(rows, model.config.max_position_embeddings)
 
 
 def _compile(lowerings: Iterable[Callable[[], Any]]) -> None:
