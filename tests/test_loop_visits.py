@@ -8,23 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
 from compiling import compilations
-from kernel_cases import lower_for_h200
 
-from treejax import agreement, loop, parameters
-from treejax.drafters import MTP, Budget, MTPSuffix, Scripted, Suffix
-from treejax.drafters.pace import Ledger
+from treejax import agreement, loop
+from treejax.drafters import MTP, MTPSuffix, Scripted, Suffix
 from treejax.engine import complete, stream
 from treejax.loop import run
-from treejax.model import Model, prompt_blocks
+from treejax.model import prompt_blocks
 from treejax.policies import make_policy
 from treejax.requests import Request
 from treejax.sampling import Sampling
 from treejax.state import with_policy
-from treejax.steps import visits
-from treejax.steps.many import MOST_STEPS, end_tokens, steps
-from treejax.steps.prompt import PROMPT_POLICY, Intake, first_token, variants
+from treejax.steps.many import MOST_STEPS
+from treejax.steps.prompt import PROMPT_POLICY, Intake, first_token
 from treejax.steps.rules import REGISTRY as RULES
 from treejax.steps.together import Carry, step
 from treejax.text import TextStream
@@ -238,146 +234,7 @@ def test_nothing_compiles_after_a_warm_up_with_other_numbers_of_steps():
     assert not any(agreement.compare_states(warmed, cold.state).values())  # to the last bit
 
 
-@dataclasses.dataclass(frozen=True)
-class Switching(Budget):
-    """A budget that runs forms in an order of its own, and remembers what it was told."""
-
-    order: tuple[int, ...] = ()
-    told: list = dataclasses.field(default_factory=list, compare=False)
-
-    def pace(self, sampling):
-        return Order(self)
-
-
-class Order:
-    def __init__(self, drafter):
-        self.drafter, self.turns = drafter, iter(drafter.order)
-
-    def choose(self):
-        return next(self.turns, 0)
-
-    def record(self, form, seconds, accepted):
-        self.drafter.told.append((form, seconds, accepted))
-
-
-def test_a_drafter_of_several_forms_is_told_of_every_step():
-    """A form that did not run last is tried for one step; then as many as asked for."""
-    model, expected = byte_model.model(), plain()[0]
-    drafter = Switching((MTP("chain1"),), order=(1, 1, 0, 1, 1, 1))
-    how = {"max_tokens": len(expected), "policy": "wy"}
-    made = complete(model, list(PROMPTS[0]), drafter=drafter, steps_per_visit=3, **how)
-    assert made.tokens == expected
-    forms = [form for form, *_ in drafter.told]
-    assert forms[:13] == [1] * 4 + [0] + [1] * 7 + [0]
-    assert len(forms) >= made.stats.steps - 2  # steps whose trees were cut short tell nothing
-    seconds = [time for _, time, _ in drafter.told]
-    assert seconds[1] == seconds[2] == seconds[3] and len({*seconds[:2], seconds[4]}) == 3
-    accepted = sum(count for *_, count in drafter.told)
-    assert accepted <= made.stats.num_accepted_tokens <= accepted + 2
-    quiet = Switching((MTP("chain1"),), order=(0, 1) * 20, ledger=Ledger((0, 1)))
-    made = complete(model, list(PROMPTS[0]), drafter=quiet, **how)
-    assert made.tokens == expected and made.stats.steps_per_visit == 1  # "auto" is 1 for these
-
-
-@pytest.mark.parametrize(("seconds", "most", "visits"), [(1e9, MOST_STEPS, 3), (0.0, 1, 33)])
-def test_auto_says_what_it_picked(monkeypatch, seconds, most, visits):
-    """Two visits of a step are under way before the first was timed; then what fits."""
-    monkeypatch.setattr(loop, "VISIT_SECONDS", seconds)
-    made = complete(byte_model.model(), list(PROMPTS[0]), max_tokens=34, drafter=None, policy="wy")
-    assert made.tokens == plain()[0]
-    assert made.stats.visits == visits and made.stats.steps_per_visit == min(most, 31)
-    how = {"max_tokens": 12, "drafter": None, "policy": "wy"}
-    made = complete(byte_model.model(), list(PROMPTS[0]), stop=("never comes",), **how)
-    assert made.tokens == plain()[0][:12] and made.stats.steps_per_visit == 1
-
-
-class Clock:
-    """A clock that is set by hand, and visits that take as long as they are told."""
-
-    def __init__(self, monkeypatch, made):
-        self.now, self.ready, self.made = 0.0, 0.0, made
-        self.asked = []
-        monkeypatch.setattr(visits.time, "perf_counter", lambda: self.now)
-        monkeypatch.setattr(visits, "steps", self.steps)
-        monkeypatch.setattr(visits, "_is_ready", lambda _: self.now >= self.ready)
-        monkeypatch.setattr(visits.jax, "device_get", self.fetch)
-
-    def steps(self, name, carry, left, rest, ended, count, rehearse):
-        self.asked.append((name, carry, left, rest, ended.tolist(), int(count), bool(rehearse)))
-        self.ready = max(self.now, self.ready) + 2.0  # each visit takes two seconds
-        self.ends = [*getattr(self, "ends", []), self.ready]
-        return carry + 1, left + 1, visits.Visit(None, self.made)
-
-    def fetch(self, what):
-        self.now = max(self.now, self.ends.pop(0)) + 0.5  # and half a second to be fetched
-        return what
-
-
-def test_visits_tell_who_waited_for_whom(monkeypatch):
-    """Carry and left go from visit to visit; times by a clock that is set by hand."""
-    clock = Clock(monkeypatch, 3)
-    ahead = visits.Visits([("a",), ("b",)], 0, 10, ("rest",))
-    ahead.ask(0, 3, [False, True])
-    ahead.ask(1, 2, [False, False])
-    assert ahead.under_way == 2 and ahead.carry == 2
-    assert clock.asked[0] == ("a", 0, 10, "rest", [False, True], 3, False)
-    assert clock.asked[1] == ("b", 1, 11, "rest", [False, False], 2, False)
-    first = ahead.fetch()
-    assert (first.form, first.made, first.seconds, first.wait, first.idle) == (0, 3, 2.5, 2.5, 0)
-    clock.now += 1.0  # 3.5: the second runs to 4, so the device does not wait
-    ahead.ask(0, 3, [False, False])
-    second = ahead.fetch()  # 4.5
-    assert (second.form, second.seconds, second.wait, second.idle) == (1, 2.0, 1.0, 0)
-    clock.now += 7.0  # 11.5: the third ended at 6
-    ahead.ask(0, 3, [False, False])
-    third, fourth = ahead.fetch(), ahead.fetch()
-    assert (third.seconds, third.wait, third.idle) == (7.5, 0.5, 0)
-    assert (fourth.seconds, fourth.wait, fourth.idle) == (2.0, 2.0, 7.0)
-    clock.now += 3.0  # nothing is under way
-    ahead.ask(0, 3, [False, False])
-    fifth = ahead.fetch()
-    assert (fifth.seconds, fifth.wait, fifth.idle) == (2.5, 2.5, 3.0)
-
-
 def test_a_stream_comes_a_step_at_a_time_whatever_the_visits():
     how = {"max_tokens": 34, "drafter": None, "policy": "wy", "steps_per_visit": 16}
     pieces = list(stream(byte_model.model(), list(PROMPTS[0]), **how))
     assert [piece.tokens for piece in pieces] == [(token,) for token in plain()[0]]
-
-
-@pytest.mark.parametrize("count", [0, 33, -1, 2.0, True, "many", None])
-def test_a_number_of_steps_that_no_visit_can_make_is_refused(count):
-    with pytest.raises(ValueError, match=r"expected an integer in 1\.\.32, or 'auto'") as caught:
-        complete(byte_model.model(), "x", steps_per_visit=count)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_warm_up_runs_each_program_of_the_prompt_once():
-    lengths = np.array([5000, 70])
-    blocks = list(prompt_blocks(np.ones((2, 5000), np.int32), lengths))
-    made = variants(blocks)
-    widths = [tokens.shape[1] for tokens, _ in blocks]
-    assert len(blocks) > len(set(widths))
-    assert sorted(tokens.shape[1] for tokens, _ in made) == sorted(set(widths))
-    assert all(not count.any() and len(count) == 2 for _, count in made)
-
-
-@pytest.mark.parametrize("policy", ["replay", "ring"])
-def test_many_steps_lowered_for_a_gpu_hold_the_kernels_of_one(policy):
-    """And the loop around them holds nothing that runs on the host."""
-    config, drafter = tiny.CONFIG, MTP("2,1,1")
-    params = parameters.abstract(config)
-    made = dataclasses.replace(make_policy(policy, "xla"), implementation="mosaic_gpu")
-    state = jax.eval_shape(lambda: loop.init_state(config, 2, 64, policy=made))
-    draft = jax.eval_shape(lambda p: drafter.init(Model(p, config), 2, 64), params)
-    carry = Carry(state=state, memory=draft.memory, pending=jnp.zeros(2, jnp.int32))
-    keys = jax.vmap(jax.random.key)(jnp.arange(2))
-    both = params, draft.weights, carry, jnp.zeros(2, jnp.int32), keys
-    both += Sampling().prepared(), np.bool_(False)
-    visit = end_tokens([set(), {3}]), np.zeros(2, bool), np.int32(4), np.bool_(False)
-    how = config, drafter, RULES["match"]
-    one = lower_for_h200(functools.partial(step, *how), *both)
-    many = lower_for_h200(functools.partial(steps, *how), *both, *visit)
-    kernels = [text.count("custom_call @mosaic_gpu") for text in (one, many)]
-    assert kernels[0] == kernels[1] > 0
-    assert "stablehlo.while" in many and "callback" not in many
