@@ -8,8 +8,9 @@ at the least, which is what a fault would give.
 **Published states.** After the deepest path, R, the convolution history and the new attention rows
 are held against plain's by the same tolerance, and the earlier rows bit for bit. That R is what
 the policy promises is seen from the operands that were verified: the float64 recurrence over them
-is met to 1e-5, commit after commit, and ``replay`` and ``solve_replay`` leave bit for bit what
-publishing one node at a time leaves, which is what plain decoding does.
+is met to ``lab_gate.TOLERANCE``, 1e-5 but for a policy's own precision, commit after commit, and
+``replay`` and ``solve_replay`` leave bit for bit what publishing one node at a time leaves, which
+is what plain decoding does.
 
 **The whole step** must emit what the script says, token for token, and leave plain's state.
 """
@@ -26,6 +27,7 @@ from jax import lax
 
 from pallas_kernels.bench.truth import exact, recurrence
 from treejax.ablation.base import Row
+from treejax.ablation.lab_gate import TOLERANCE
 from treejax.ablation.lab_timing import period
 from treejax.ablation.step_cost_bench import Bench, path_choice
 from treejax.ablation.step_cost_model import REFRAIN, ModelSizes
@@ -36,9 +38,6 @@ from treejax.state import State
 from treejax.steps.publish import path_in_scratch
 from treejax.steps.together import Emission
 from treejax.tree import Tree
-
-NATIVE = 1e-5
-"""Relative RMS of a published R from the float64 recurrence over the same operands (design, 4)."""
 
 BITWISE = ("replay", "solve_replay")
 
@@ -141,6 +140,7 @@ def _check_logits(bench: Bench, plain: Bench, context: int, verdict: Verdict) ->
 def _check_commits(bench: Bench, context: int, verdict: Verdict) -> None:
     """R against the recurrence over the operands that were verified, for a few commits."""
     policy, row = bench.arm.policy, bench.batch - 1
+    precision = getattr(policy, "precision", "ieee")
     layers = probed_layers(bench.model.config)
     bench.hold()
     bench.rewind(context)
@@ -159,7 +159,7 @@ def _check_commits(bench: Bench, context: int, verdict: Verdict) -> None:
             sum(np.sum((a - b) ** 2) for a, b in zip(published, expected, strict=True))
             / sum(np.sum(b**2) for b in expected)
         )
-        verdict.note("native_error", float(error), NATIVE)
+        verdict.note("native_error", float(error), TOLERANCE[precision])
     if policy.name in BITWISE:
         verdict.measures["bitwise"] = _is_bitwise(bench, context, tree, paths[-1])
         if not verdict.measures["bitwise"]:

@@ -17,7 +17,7 @@ from treejax.ablation.step_cost_rows import memory_of, row_measures
 from treejax.ablation.step_cost_timing import make_entries, measure
 from treejax.ablation.step_cost_verify import attention_acts
 
-IDLE = "verify has XLA's attention here already: nothing to switch off"
+IDLE = "verify attends through XLA here anyway"
 
 
 @dataclasses.dataclass

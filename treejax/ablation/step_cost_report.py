@@ -74,14 +74,14 @@ def tables(rows: Sequence[Row], sizes: ModelSizes) -> list[Table]:
 
 
 def _steps(lines: Sequence[Row], title: str) -> Table:
-    heads = "step ms|min-max|times plain|draft|verify|select|publish|host".split("|")
+    heads = "step ms|p10-p90|times plain|draft|verify|select|publish|host".split("|")
     table = _table(title, "arm|batch|context|rows", heads)
     for line in lines:
         place = [line["arm"], *(shown(line[key], ",d") for key in KEYS)]
         if line["gate"] != GREEN:
             table.add_row(*place, f"{line['gate']}: {line['problem']}")
             continue
-        spread = f"{line['step_ms_min']:.4g}-{line['step_ms_max']:.4g}"
+        spread = f"{line['step_ms_p10']:.4g}-{line['step_ms_p90']:.4g}"
         phases = [shown(line.get(f"{part}_ms")) for part in (*PHASES, "host")]
         ratio = shown(line.get("times_plain"), ".3f")
         table.add_row(*place, shown(line["step_ms"], ".4g"), spread, ratio, *phases)
@@ -196,7 +196,7 @@ def figures(rows: Sequence[Row], out: Path) -> None:
     """``step_cost``: a step of every arm beside plain; ``step_cost_decoding``: the rates over the
     acceptance length, a panel a place; ``step_cost_rows``: steps over the rows of a tree."""
     lines = [line for line in _green(summary(rows)) if line["arm"] != PEER]
-    names = [_label(line) for line in lines]
+    names = [_label(line, lines) for line in lines]
     points = [(x["step_ms"], x["step_ms_min"], x["step_ms_max"]) for x in lines]
     ratios = [(x["times_plain"],) * 3 for x in lines]
     panels: dict[str, Mapping[str, Any]] = {
@@ -212,12 +212,14 @@ def figures(rows: Sequence[Row], out: Path) -> None:
             if line.get(f"speedup_at_{n}") is not None
         ]
         if len(found) > 1 and len(line["arm"].split()) == 2:
-            panel = f"batch {line['batch']}, context {line['context']:,}"
+            panel = f"batch {line['batch']}, {line['context']:,} of {line['rows']:,} rows"
             rates.setdefault(panel, {})[line["arm"]] = found
     if rates:
         even = {"plain": [(float(n), 1.0) for n in _lengths(lines)]}
         panels_of = {panel: even | arms for panel, arms in list(rates.items())[:4]}
-        draw_lines(out / "step_cost_decoding", panels_of, "tokens a step", log=(False, False))
+        title = "whole decoding: tokens/s over plain's"
+        figure = out / "step_cost_decoding"
+        draw_lines(figure, panels_of, "tokens a step", title, log=(False, False))
     sweep: dict[str, list[tuple[float, float]]] = {}
     for line in lines:
         words = line["arm"].split()
@@ -253,8 +255,12 @@ def _undoes(line: Row) -> bool:
     return len(words) == 3 and words[2].removeprefix("no_") in SWITCHES
 
 
-def _label(line: Row) -> str:
+def _label(line: Row, lines: Sequence[Row]) -> str:
+    """Arm and context, and what else tells it from the others."""
     label = f"{line['arm']}, {line['context']:,}"
+    names = "arm", "batch", "context"
+    if sum(all(other[name] == line[name] for name in names) for other in lines) > 1:
+        label += f" of {line['rows']:,}"
     return label if line["batch"] == 1 else f"{label}, B={line['batch']}"
 
 
