@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax import lax
 
 from treejax import layers
 from treejax.config import ModelConfig
@@ -65,7 +64,7 @@ def advance(
     limit: Array,
     keys: Array,
     sampling: Sampling,
-    want_logprobs: Array,
+    want_logprobs: bool,
 ) -> tuple[Carry, Emission]:
     """One step of every sequence, for use inside jit.
 
@@ -99,11 +98,8 @@ def advance(
         tokens=tokens,
         count=count,
         proposed=jnp.where(taking_part, tree.size - 1, 0),
-        logprobs=lax.cond(
-            want_logprobs,
-            path_logprobs,
-            lambda *_: jnp.zeros(tokens.shape),
-            *(out.logits, choice, tokens),
+        logprobs=(
+            path_logprobs(out.logits, choice, tokens) if want_logprobs else jnp.zeros(tokens.shape)
         ),
     )
     pending = jnp.where(taking_part, choice.pending, carry.pending)
@@ -112,7 +108,7 @@ def advance(
 
 
 step = functools.partial(
-    jax.jit, static_argnames=("config", "drafter", "rule"), donate_argnames="carry"
+    jax.jit, static_argnames=("config", "drafter", "rule", "want_logprobs"), donate_argnames="carry"
 )(advance)
 """``advance`` as a program of its own; ``carry`` is donated."""
 
