@@ -118,7 +118,7 @@ class Bench:
         left = jnp.full(self.batch, NO_END, jnp.int32)
         how = self.model.config, self.drafter, self.rule, self.model.params, self._weights
         self.carry, _, visit = steps(
-            *(*how, self.held, left, self.keys, self.sampling, False, self._ends),
+            *(*how, self.held, left, self.keys, self.sampling, np.bool_(False), self._ends),
             *(np.zeros(self.batch, bool), np.int32(count), np.bool_(False)),
         )
         return visit
@@ -225,11 +225,11 @@ class Bench:
         return self.whole.lower(at, fixed, carry, self.limit)
 
     def _lower_loop(self, params: Any, weights: Any, carry: Any) -> Any:
-        one = jax.ShapeDtypeStruct((self.batch,), jnp.int32)
+        flag, one = np.bool_(False), jax.ShapeDtypeStruct((self.batch,), jnp.int32)
         return steps.lower(
             *(self.model.config, self.drafter, self.rule, params, weights, carry, one),
-            *(self.keys, self.sampling, False, self._ends),
-            *(np.zeros(self.batch, bool), np.int32(0), np.bool_(False)),
+            *(self.keys, self.sampling, flag, self._ends),
+            *(np.zeros(self.batch, bool), np.int32(0), flag),
         )
 
     def keep(self, program: str, seconds: float, compiled: Any) -> None:

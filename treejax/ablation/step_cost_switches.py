@@ -88,7 +88,7 @@ class _Together:
     def _given(self, fixed: Fixed, carry: Carry, limit: Any) -> tuple[Any, ...]:
         params, weights, keys, sampling = fixed
         how = self.config, self.drafter, self.rule, params, weights, carry, limit
-        return *how, keys, sampling, False
+        return *how, keys, sampling, np.bool_(False)
 
 
 @dataclasses.dataclass(frozen=True)
