@@ -45,7 +45,7 @@ def test_a_step_without_a_fault_is_the_loops_own():
     engine = engine_of(subject, bench.start, bench.plain.tokens[:, 0])
     config, params, batch = bench.model.config, bench.model.params, bench.batch
     carry = jax.tree.map(jnp.copy, Carry(engine.state, engine.memory, engine.pending))
-    limit, quiet = jnp.full(batch, bench.drafter.max_depth, jnp.int32), False
+    limit, quiet = jnp.full(batch, bench.drafter.max_depth, jnp.int32), jnp.bool_(False)
     for t in range(3):
         engine, shown = one_step(bench, subject, engine, never(batch), t)
         carry, emission = step(

@@ -164,8 +164,8 @@ def test_steps_lowered_for_a_gpu_run_on_kernels(policy):
 
     carry = Carry(state=state, memory=draft.memory, pending=jnp.zeros(2, jnp.int32))
     keys = jax.vmap(jax.random.key)(jnp.arange(2))
-    fused = functools.partial(step, SHIPPED, drafter, Match(), want_logprobs=False)
-    rest = np.zeros(2, np.int32), keys, Sampling().prepared()
+    fused = functools.partial(step, SHIPPED, drafter, Match())
+    rest = np.zeros(2, np.int32), keys, Sampling().prepared(), np.bool_(False)
     assert launches(lower_for_h200(fused, params, draft.weights, carry, *rest)) == expected
 
     params, state, _ = abstract_case(policy, "xla", drafter)

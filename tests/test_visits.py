@@ -162,11 +162,11 @@ def test_many_steps_lowered_for_a_gpu_hold_the_kernels_of_one():
     carry = Carry(state=state, memory=draft.memory, pending=jnp.zeros(2, jnp.int32))
     keys = jax.vmap(jax.random.key)(jnp.arange(2))
     both = params, draft.weights, carry, jnp.zeros(2, jnp.int32), keys
-    both += (Sampling().prepared(),)
+    both += Sampling().prepared(), np.bool_(False)
     visit = end_tokens([set(), {3}]), np.zeros(2, bool), np.int32(4), np.bool_(False)
     how = config, drafter, RULES["match"]
-    one = lower_for_h200(lambda both: step(*how, *both, False), both)
-    many = lower_for_h200(lambda both, visit: steps(*how, *both, False, *visit), both, visit)
+    one = lower_for_h200(functools.partial(step, *how), *both)
+    many = lower_for_h200(functools.partial(steps, *how), *both, *visit)
     kernels = [text.count("custom_call @mosaic_gpu") for text in (one, many)]
     assert kernels[0] == kernels[1] > 0
     assert "stablehlo.while" in many and "callback" not in many

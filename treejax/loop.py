@@ -119,7 +119,7 @@ def run(
     check_prompt(config, state, tokens, lengths)
     blocks = list(prompt_blocks(tokens, lengths))
     history = _histories(tokens, lengths, config.vocab_size, settings)
-    nobody, want = jnp.zeros(len(requests), jnp.int32), bool(logprobs)
+    nobody, want = jnp.zeros(len(requests), jnp.int32), np.bool_(logprobs)
     rest = keys, settings, want, end_tokens([request.stop_ids for request in requests])
     idly = np.ones(len(requests), bool), np.int32(1), np.bool_(True)  # a step without effect
     programs = [(config, *pair, params, weights) for pair in zip(forms, rules, strict=True)]

@@ -44,7 +44,7 @@ class Visit(struct.PyTreeNode):
 
 @functools.partial(
     jax.jit,
-    static_argnames=("config", "drafter", "rule", "want_logprobs"),
+    static_argnames=("config", "drafter", "rule"),
     donate_argnames=("carry", "left"),
 )
 def steps(
@@ -57,7 +57,7 @@ def steps(
     left: Array,
     keys: Array,
     sampling: Sampling,
-    want_logprobs: bool,
+    want_logprobs: Array,
     ends: Array,
     ended: Array,
     count: Array,

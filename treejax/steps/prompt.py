@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from treejax import layers
 from treejax.config import ModelConfig
@@ -65,20 +66,23 @@ def adopt(state: State, policy: Policy) -> State:
     return with_policy(state, policy)
 
 
-@functools.partial(jax.jit, static_argnames="want_logprobs")
+@jax.jit
 def first_token(
     logits: Array,
     sampling: Sampling,
     keys: Array,
     position: Array,
     history: History | None,
-    want_logprobs: bool,
+    want_logprobs: Array,
 ) -> tuple[Array, Array]:
     """The token after the prompt [B] and its log-probability, 0 unless asked for."""
     token = sample(logits, sampling=sampling, key=keys, position=position, history=history)
-    if not want_logprobs:
-        return token, jnp.zeros(token.shape)
-    return token, jnp.take_along_axis(jax.nn.log_softmax(logits), token[:, None], axis=1)[:, 0]
+    logp = lax.cond(
+        want_logprobs,
+        lambda: jnp.take_along_axis(jax.nn.log_softmax(logits), token[:, None], axis=1)[:, 0],
+        lambda: jnp.zeros(token.shape),
+    )
+    return token, logp
 
 
 @dataclasses.dataclass(frozen=True)

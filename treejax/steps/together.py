@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax import lax
 
 from treejax import layers
 from treejax.config import ModelConfig
@@ -64,7 +65,7 @@ def advance(
     limit: Array,
     keys: Array,
     sampling: Sampling,
-    want_logprobs: bool,
+    want_logprobs: Array,
 ) -> tuple[Carry, Emission]:
     """One step of every sequence, for use inside jit.
 
@@ -98,8 +99,11 @@ def advance(
         tokens=tokens,
         count=count,
         proposed=jnp.where(taking_part, tree.size - 1, 0),
-        logprobs=(
-            path_logprobs(out.logits, choice, tokens) if want_logprobs else jnp.zeros(tokens.shape)
+        logprobs=lax.cond(
+            want_logprobs,
+            path_logprobs,
+            lambda *_: jnp.zeros(tokens.shape),
+            *(out.logits, choice, tokens),
         ),
     )
     pending = jnp.where(taking_part, choice.pending, carry.pending)
@@ -108,7 +112,7 @@ def advance(
 
 
 step = functools.partial(
-    jax.jit, static_argnames=("config", "drafter", "rule", "want_logprobs"), donate_argnames="carry"
+    jax.jit, static_argnames=("config", "drafter", "rule"), donate_argnames="carry"
 )(advance)
 """``advance`` as a program of its own; ``carry`` is donated."""
 
