@@ -99,12 +99,7 @@ def advance(
         tokens=tokens,
         count=count,
         proposed=jnp.where(taking_part, tree.size - 1, 0),
-        logprobs=lax.cond(
-            want_logprobs,
-            path_logprobs,
-            lambda *_: jnp.zeros(tokens.shape),
-            *(out.logits, choice, tokens),
-        ),
+        logprobs=_logprobs(want_logprobs, out.logits, choice, tokens),
     )
     pending = jnp.where(taking_part, choice.pending, carry.pending)
     carry = Carry(state=state, memory=draft.memory, pending=pending, history=history)
@@ -121,6 +116,20 @@ def _trim(tree: Tree, q: Array | None, limit: Array) -> tuple[Tree, Array | None
     """``tree.trim``, and the rows of q [B, N, V] where the tree's went."""
     tree, order = tree.trim_with_order(limit)
     return tree, None if q is None else jnp.take_along_axis(q, order[:, :, None], axis=1)
+
+
+def _logprobs(wanted: Array, logits: Array, choice: Choice, tokens: Array) -> Array:
+    """``path_logprobs``, or zeros; whether they are wanted is data, so one program serves both."""
+
+    def if_wanted() -> Array:
+        return lax.cond(
+            wanted, lambda: path_logprobs(logits, choice, tokens), lambda: jnp.zeros(tokens.shape)
+        )
+
+    def always() -> Array:  # a GPU has them sooner than the host has told it which way to go
+        return jnp.where(wanted, path_logprobs(logits, choice, tokens), 0.0)
+
+    return lax.platform_dependent(cpu=if_wanted, default=always)
 
 
 def path_logprobs(logits: Array, choice: Choice, tokens: Array) -> Array:
