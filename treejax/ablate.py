@@ -82,6 +82,8 @@ def main(arguments: Sequence[str]) -> int:
             return 0
         begin = RowFile.resume if options.resume else RowFile.create
         file = begin(out, text, decisive(options))
+        if options.resume and not file.rows:
+            context.say(f"{out} holds no rows to go on from: a new run begins there")
         try:
             ended = measure(experiment, context, cells, file)
         except Exception:  # whatever it is, what was measured before is shown

@@ -7,6 +7,7 @@ import jax
 
 from pallas_kernels.implementation import device_problem
 from treejax.audit.asked import AUDITS, Asked, read_drafter
+from treejax.audit.continuation.audit import refuse_lossy
 from treejax.audit.step import Subject
 from treejax.drafters import REGISTRY as DRAFTERS
 from treejax.drafters import Drafter
@@ -129,7 +130,9 @@ def _drafts(asked: Asked, model: Model) -> Iterable[tuple[Drafter, Rule]]:
         for drafter in map(read_drafter, _names(asked, rule, model)):
             drafter.init(model, 1, drafter.capacity)
             for form in drafter.forms:
-                yield form, rule_for(rule, form.proposals, form.shape)
+                made = rule_for(rule, form.proposals, form.shape)
+                refuse_lossy(made)
+                yield form, made
 
 
 def _names(asked: Asked, rule: str | Rule, model: Model) -> tuple[str | Drafter, ...]:

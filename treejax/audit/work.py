@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -137,6 +137,15 @@ class Work:
             if left:
                 yield f"faults {', '.join(left)}"
 
+    def _never_published(self) -> Iterable[str]:
+        """Lengths of path that no draft of the continuation audit came to."""
+        if (report := self.done.get("continuation")) is None:
+            return
+        for name, seen in report.facts["continuation"]["subjects"].items():
+            if lengths := seen["never published"]:
+                rows = ", ".join(map(str, lengths))
+                yield f"paths of {rows} rows under {name}: none was accepted"
+
     def report(self) -> Report:
         """All that is there, with who was audited and what was not.
 
@@ -144,7 +153,7 @@ class Work:
         """
         left = [name for name in self.settings if name not in self.done]
         missing = [f"{name}: {self.ended}" for name in left]
-        missing += [*self.plan.missing, *self._not_planted()]
+        missing += [*self.plan.missing, *self._not_planted(), *self._never_published()]
         lost = [_at_least_one(name, "finished", str(self.ended)) for name in left]
         lost += [
             _at_least_one(name, "checks", "nothing was checked")

@@ -25,6 +25,8 @@ REGISTRY: dict[str, Any] = {
     "per_path": PerPath,
 }
 
+_PARTS = "name", "implementation", "init", "plan", "scan", "commit", "read", "buffers"
+
 
 def make_policy(
     policy: str | Policy, implementation: str = "auto", unsupported: str | None = None
@@ -37,7 +39,8 @@ def make_policy(
       unsupported: why the kernels cannot serve what the policy is for (``kernel_problem``).
 
     Raises:
-      ValueError: an unknown name, kernels that cannot run, or an object of another implementation.
+      ValueError: an unknown name, an object that is no policy or of another implementation, or
+        kernels that cannot run.
     """
     if isinstance(policy, str):
         if policy == "auto":
@@ -48,6 +51,12 @@ def make_policy(
         if policy not in REGISTRY:
             raise ValueError(f"unknown policy {policy!r}, expected one of: {', '.join(REGISTRY)}")
         return REGISTRY[policy](implementation=resolve(implementation, unsupported))
+    lacking = [part for part in _PARTS if not hasattr(policy, part)]
+    if lacking:
+        raise ValueError(
+            f"{type(policy).__name__} is no policy: it lacks {', '.join(lacking)} (see "
+            "treejax.policies.base.Policy)"
+        )
     settings: Any = policy
     own = policy.implementation
     if own == "auto":

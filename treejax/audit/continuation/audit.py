@@ -27,6 +27,7 @@ from treejax.audit.rows import RowLogits
 from treejax.audit.step import Subject
 from treejax.model import Model
 from treejax.progress import Advance, silent
+from treejax.steps.rules.base import Rule
 from treejax.steps.rules.match import Match
 
 __all__ = ["SCHEDULES", "Envelope", "Settings", "calibrate", "run"]
@@ -95,7 +96,7 @@ def run(
             last = ends[settings.schedules[-1]]
             rows = tightness.smallest_caught(model, subject, expected, envelope, last)
             tables += [("smallest perturbation caught", tuple(rows))]
-        facts[subject.name] = tally.facts
+        facts[subject.name] = tally.facts | {"never published": tally.never_published()}
     advance("continuation", len(subjects) + 1, len(subjects) + 1)
     return Report(
         checks=tuple(checks),
@@ -124,16 +125,21 @@ def _check_subject(subject: Subject, settings: Settings) -> None:
             f"subject {subject.name!r} has a planted fault, expected none: the fault matrix "
             "(audit.detection) plants them"
         )
-    if not subject.rule.lossless:
-        raise ValueError(
-            f"rule {subject.rule.name!r} is lossy and its stream is not plain's, expected a "
-            "lossless rule: leave the rule out"
-        )
+    refuse_lossy(subject.rule)
     warm = np.any(np.asarray(settings.sampling.temperature) > 0)
     if warm and not isinstance(subject.rule, Match):
         raise ValueError(
             f"rule {subject.rule.name!r} draws a stream of its own, expected 'match' when sampling "
             "(the sampler audit is for the others)"
+        )
+
+
+def refuse_lossy(rule: Rule) -> None:
+    """Refuse, in one line, a rule whose stream is not plain's."""
+    if not rule.lossless:
+        raise ValueError(
+            f"rule {rule.name!r} is lossy and its stream is not plain's, expected a lossless rule: "
+            "leave the rule out"
         )
 
 

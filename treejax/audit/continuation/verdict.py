@@ -48,6 +48,8 @@ class Tally:
             "proposals at a near tie": 0,
         }
         self.envelope, self.name = envelope, subject.name
+        self._most_rows = subject.drafter.max_depth + 1
+        self._published: set[int] = set()
         self._config = model.config
         self._worst: dict[str, tuple[float, float, float]] = {}
 
@@ -70,6 +72,7 @@ class Tally:
         self.facts["near ties"] += int(near.sum())
         self.facts["steps"] += int(alive.sum())
         self.facts["tokens"] += int((step.offset - offset)[alive].sum())
+        self._published.update((step.offset - offset)[alive].tolist())
         if not compared.any():
             return after
         for name in SURFACES:
@@ -87,6 +90,10 @@ class Tally:
     def exact(self, name: str, count: int, where: Mapping[str, int | str], note: str = "") -> None:
         """A count that must be 0."""
         self.checks.append(Check("continuation", self.name, name, dict(where), count, 0, note=note))
+
+    def never_published(self) -> list[int]:
+        """Lengths of path, the root counted, that no step of a sequence published."""
+        return [rows for rows in range(1, self._most_rows + 1) if rows not in self._published]
 
     def worst(self, surface: str) -> float:
         """The largest distance of a surface so far."""
