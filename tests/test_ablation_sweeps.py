@@ -79,7 +79,7 @@ def test_a_compilation_makes_the_row_red(tmp_path, monkeypatch):
 
 def test_acceptance_is_gated_by_plain_decoding(tmp_path, monkeypatch):
     """The smallest hybrid in place of the model that ships."""
-    monkeypatch.setattr(acceptance, "load_model", lambda path, dtype: byte_model.model())
+    monkeypatch.setattr(acceptance, "load_model", lambda path, dtype, fused: byte_model.model())
     settings = {"prompts": "beartype.toml", "widths": ["1,1"], "most_prompts": 1, "tokens": 12}
     table = SWEEP | {"acceptance": settings}
     where = str(ROOT / "configs/prompts/small.toml")  # prompts lie beside it
