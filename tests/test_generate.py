@@ -348,10 +348,11 @@ def test_processes_a_second_start_a_closed_pipe_and_an_interrupt(folder, tmp_pat
         closed.stdout.close()  # as ``| head -c 0`` does
         assert closed.stderr.read() == b"" and closed.wait(timeout=300) == 0
 
-    with start("--max-tokens", "248") as stopped:
+    with start("--max-tokens", "248", "--steps-per-visit", "1") as stopped:
         assert stopped.stdout is not None
         assert stopped.stdout.read(1)
         stopped.send_signal(signal.SIGINT)
         _, err = stopped.communicate(timeout=300)
-    assert stopped.returncode in (0, 130) and b"Traceback" not in err  # 0 if it was done already
+    assert stopped.returncode in (0, 130)  # 0 if it was done already, and Python at its own end
+    assert stopped.returncode == 0 or b"Traceback" not in err
     assert (b"end: interrupted" in err) == (stopped.returncode == 130)
