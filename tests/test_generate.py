@@ -15,7 +15,6 @@ import pytest
 from treejax import agreement, generate
 from treejax.checkpoint import save_model
 from treejax.cli import printing
-from treejax.cli.cache import use_compilation_cache
 from treejax.cli.guard import run_command
 from treejax.engine import Piece, complete
 from treejax.policies import REGISTRY
@@ -302,22 +301,6 @@ def test_two_tones_on_a_terminal_only(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("NO_COLOR", "1")
     assert shown(Terminal()) == "abc\n"
-
-
-def test_the_cache_lies_in_the_users_folder_or_nowhere(tmp_path, monkeypatch):
-    """XDG's folder, else ~/.cache; one that cannot be made is done without; a chosen one stays."""
-    jax.config.update("jax_compilation_cache_dir", None)
-    assert use_compilation_cache() == tmp_path / "cache" / "treejax" / "xla"
-    jax.config.update("jax_compilation_cache_dir", None)
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # the standard says: ignore it
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert use_compilation_cache() == tmp_path / ".cache" / "treejax" / "xla"
-    jax.config.update("jax_compilation_cache_dir", None)
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert use_compilation_cache() is None and jax.config.jax_compilation_cache_dir is None
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "chosen"))
-    assert use_compilation_cache() == tmp_path / "chosen"
 
 
 @pytest.mark.slow
