@@ -15,6 +15,7 @@ def _folder_as_before():
 
 def test_the_cache_lies_in_the_users_folder_or_nowhere(tmp_path, monkeypatch):
     """XDG's folder, else ~/.cache; one that cannot be made is done without; a chosen one stays."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     jax.config.update("jax_compilation_cache_dir", None)
     assert use_compilation_cache() == tmp_path / "cache" / "treejax" / "xla"
     jax.config.update("jax_compilation_cache_dir", None)
