@@ -120,7 +120,7 @@ class Lot:
             return {}
         try:
             return memory_of(bench)
-        except Exception as error:
+        except Exception as error:  # no room, mostly: this arm's row says why, the others go on
             bench.release()
             problems[bench.name] = one_line(error)
             return {}
@@ -167,7 +167,7 @@ def compile_benches(
         for name, task in pending:
             try:
                 task.result()
-            except Exception as error:
+            except Exception as error:  # as above, found while compiling
                 problems.setdefault(name, one_line(error))
     return problems
 

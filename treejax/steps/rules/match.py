@@ -94,8 +94,8 @@ def follow(tree: Tree, drawn: Array) -> Choice:
     above = ancestors(parent)
     carries = (parent >= 0) & (rows < tree.size) & (tree.tokens == drawn[jnp.maximum(parent, 0)])
     place = tree.rank * capacity + rows
-    first = carries[None, :] & (parent[None, :] == parent[:, None])  # [i, j]: j is equal to i, and
-    beaten = (first & (place[None, :] < place[:, None])).any(axis=1)  # comes first
+    equal = carries[None, :] & (parent[None, :] == parent[:, None])  # [i, j]: j would do for i
+    beaten = (equal & (place[None, :] < place[:, None])).any(axis=1)  # by one that comes first
     followed = (carries & ~beaten) | (rows == 0)
     accepted = ~(above & ~followed[None, :]).any(axis=1) & followed
     depth = above.sum(axis=1, dtype=jnp.int32) - 1
