@@ -137,14 +137,14 @@ def run(p: Split) -> Carry:
 
 
 def run_all(p: Split, carry: Carry) -> Carry:
-    """The keys of a tile are multiplied before, or while, the weights of the one before are formed,
-    and right before the values of that one: the tensor cores wait once a tile, not twice."""
+    """The keys of a tile are multiplied while the weights of the one before are formed."""
 
     def turn(tile: Any, state: Any, masked: bool) -> Any:
         scores, carry = state
         if masked:
             scores = jnp.where(allowed(p, tile), scores, -jnp.inf)
-        return multiply_keys(p, tile + 1, lambda: take(p, tile, scores, carry, masked))
+        products, found = multiply_keys(p, tile + 1, lambda: weigh(p, scores, carry))
+        return products, take_values(p, tile, *found, masked)
 
     state = multiply_keys(p, p.first, lambda: carry)
     state = lax.fori_loop(p.first, p.unmasked, lambda i, s: turn(i, s, masked=False), state)
@@ -152,32 +152,33 @@ def run_all(p: Split, carry: Carry) -> Carry:
 
 
 def run_every_second(p: Split, carry: Carry) -> Carry:
-    """One tile at a time: to begin the next but one early would hold slots that others wait for."""
+    """One tile at a time. Items are released in the order of their copies, those of the other
+    program's tiles too: otherwise slots would stay taken that others wait for."""
     start = p.first + p.pair
 
     def turn(index: Any, carry: Carry, masked: bool) -> Carry:
         tile = start + 2 * index
-        pl.when(p.pair == 1)(lambda: skip(p, tile - 1))
         scores, _ = multiply_keys(p, tile, lambda: carry)
+        pl.when(tile > p.first)(lambda: skip(p, tile - 1, VALUES))
+        pl.when(tile + 1 < p.last)(lambda: skip(p, tile + 1, KEYS))
         if masked:
             scores = jnp.where(allowed(p, tile), scores, -jnp.inf)
-        carry = take(p, tile, scores, carry, masked)
-        pl.when((p.pair == 0) & (tile + 1 < p.last))(lambda: skip(p, tile + 1))
-        return carry
+        return take_values(p, tile, *weigh(p, scores, carry), masked)
 
     def turns(end: Any) -> Any:
         return jnp.maximum(end - start + 1, 0) // 2
 
+    pl.when(p.pair == 1)(lambda: skip(p, p.first, KEYS))
     plain, count = turns(p.unmasked), turns(p.last)
     carry = lax.fori_loop(0, plain, lambda i, c: turn(i, c, masked=False), carry)
     carry = lax.fori_loop(plain, count, lambda i, c: turn(i, c, masked=True), carry)
-    left = (p.pair == 1) & (lax.rem(p.last - p.first, 2) == 1)
-    pl.when(left)(lambda: skip(p, p.last - 1))
+    others = lax.rem(p.last - start, 2) == 0
+    pl.when(others)(lambda: skip(p, p.last - 1, VALUES))
     return carry
 
 
-def take(p: Split, tile: Any, scores: jax.Array, carry: Carry, masked: bool) -> Carry:
-    """Take a tile, whose products with the queries are there, into the carry."""
+def weigh(p: Split, scores: jax.Array, carry: Carry) -> tuple[jax.Array, Carry]:
+    """The weights of a tile's values, and the carry scaled for them."""
     acc, top, total = carry
     unit = p.sizes.width**-0.5 * math.log2(math.e)
     higher = jnp.maximum(top, jnp.max(scores, axis=1) * unit)
@@ -185,12 +186,18 @@ def take(p: Split, tile: Any, scores: jax.Array, carry: Carry, masked: bool) -> 
     shrink = jnp.exp2(top - higher)
     total = total * shrink + jnp.sum(weights, axis=1)
     acc = acc * along_rows(shrink, acc.shape)
+    return weights.astype(jnp.bfloat16), (acc, higher, total)
+
+
+def take_values(p: Split, tile: Any, weights: jax.Array, carry: Carry, masked: bool) -> Carry:
+    """Add a tile's weighted values, once they are there."""
+    acc, top, total = carry
     values = wait_for(p, tile, VALUES, not masked)
     if masked:
         pl.when(tile < p.cached)(lambda: clear_hidden(p, tile, values))
-    acc = add_values(p, acc, weights.astype(jnp.bfloat16), values)
+    acc = add_values(p, acc, weights, values)
     release(p, tile, VALUES)
-    return acc, higher, total
+    return acc, top, total
 
 
 def queries(p: Split) -> Ref:
@@ -198,7 +205,7 @@ def queries(p: Split) -> Ref:
     return p.s.queries.at[pl.ds(pl.multiple_of(p.group * BLOCK, BLOCK), BLOCK)]
 
 
-def multiply_keys(p: Split, tile: Any, meanwhile: Callable[[], Carry]) -> tuple[jax.Array, Carry]:
+def multiply_keys(p: Split, tile: Any, meanwhile: Callable[[], Any]) -> tuple[jax.Array, Any]:
     """[64, 64]: products of the queries with a tile's keys, and what was done meanwhile.
 
     Past the end of the split they are products with whatever the slot holds, and nobody's.
@@ -215,7 +222,7 @@ def multiply_keys(p: Split, tile: Any, meanwhile: Callable[[], Carry]) -> tuple[
         products = jnp.dot(_wide(queries(p)), _wide(keys).T, precision="highest")
     else:
 
-        def scoped(products: Ref) -> tuple[jax.Array, Carry]:
+        def scoped(products: Ref) -> tuple[jax.Array, Any]:
             plgpu.wgmma(products, queries(p), keys.T)
             made = meanwhile()
             return products[...], made

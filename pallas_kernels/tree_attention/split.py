@@ -1,7 +1,9 @@
 """One warpgroup of a program of tree attention: where it stands, its tiles, and their copies.
 
 Tiles of a sequence are numbered in the order of the work: cached ones, then those of the tree
-block. A split is a run of them. Every tile is two items of the ring in SMEM, keys then values.
+block. A split is a run of them. Every tile is two items of the ring in SMEM, keys and values, in
+the order of their use: the keys of a tile are needed while the weights of the one before are
+formed, before that one's values.
 """
 
 import dataclasses
@@ -60,7 +62,14 @@ class Split:
         return pl.ds(pl.multiple_of(block * BLOCK, BLOCK), BLOCK)
 
     def slot(self, tile: Any, which: int) -> Any:
-        return lax.rem(2 * (tile - self.first) + which, self.sizes.slots)
+        return lax.rem(self.item(tile, which), self.sizes.slots)
+
+    def item(self, tile: Any, which: int) -> Any:
+        """Its place in the order K0 K1 V0 K2 V1 ... of the split's copies."""
+        turn = tile - self.first
+        if which == KEYS:
+            return jnp.maximum(2 * turn - 1, 0)
+        return jnp.minimum(2 * turn + 2, 2 * (self.last - self.first) - 1)
 
     def nominal(self, tile: Any) -> Any:
         """The first row of a cached tile, among all rows of all caches.
@@ -101,20 +110,23 @@ def copy_tiles(p: Split) -> None:
     """
     slots = p.sizes.slots
 
+    def copy(tile: Any, which: int) -> None:
+        @pl.when(p.item(tile, which) >= slots)
+        def _() -> None:
+            plgpu.barrier_wait(p.s.free.at[p.slot(tile, which)])
+
+        _copy(p, tile, which)
+
     def both(tile: Any, carry: Any) -> Any:
-        for which in (KEYS, VALUES):
-
-            @pl.when(2 * (tile - p.first) + which >= slots)
-            def _(which: int = which) -> None:
-                plgpu.barrier_wait(p.s.free.at[p.slot(tile, which)])
-
-            _copy(p, tile, which)
+        pl.when(tile + 1 < p.last)(lambda: copy(tile + 1, KEYS))
+        copy(tile, VALUES)
         return carry
 
     def drain(item: Any, carry: Any) -> Any:
         plgpu.barrier_wait(p.s.free.at[lax.rem(item, slots)])
         return carry
 
+    copy(p.first, KEYS)
     lax.fori_loop(p.first, p.last, both, None)
     items = 2 * (p.last - p.first)
     lax.fori_loop(jnp.maximum(items - slots, 0), items, drain, None)
@@ -171,8 +183,7 @@ def release(p: Split, tile: Any, which: int) -> None:
     plgpu.barrier_arrive(p.s.free.at[p.slot(tile, which)])
 
 
-def skip(p: Split, tile: Any) -> None:
-    """Leave a tile to the other program: a slot that has not arrived must not be released."""
-    for which in (KEYS, VALUES):
-        wait_for(p, tile, which, cached=False)
-        release(p, tile, which)
+def skip(p: Split, tile: Any, which: int) -> None:
+    """Leave an item to the other program: a slot that has not arrived must not be released."""
+    wait_for(p, tile, which, cached=False)
+    release(p, tile, which)

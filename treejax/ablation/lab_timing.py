@@ -71,10 +71,16 @@ def make_lead() -> Lead | None:
 
 
 def copy_bandwidth() -> float:
-    """Bytes a second that a copy through XLA moves, read and written: the median of five."""
-    copy, moved = time_copy(LEAD_BYTES if jax.devices()[0].platform == "gpu" else 2**26)
+    """Bytes a second that a copy through XLA moves, read and written: the median of seven samples.
+
+    On a GPU a sample is a dozen copies queued behind others: one alone lasts a millisecond, of
+    which a quarter would be the host's.
+    """
+    lead = make_lead()
+    copy, moved = time_copy(LEAD_BYTES if lead else 2**26)
     copy.run(1)()
-    return moved / statistics.median(copy.sample() for _ in range(5))
+    copy.lead, copy.calls = lead, Lead.STEPS if lead else 1
+    return moved / statistics.median(copy.sample() for _ in range(7))
 
 
 def time_step(bench: Bench, steps: Sequence[Step], memory: int, label: str = "step") -> Timed:

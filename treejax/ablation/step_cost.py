@@ -47,6 +47,7 @@ class Group:
       phases: time draft, verify, select and publish apart too, and check them.
       loop: time the loop's own program too, which makes many steps between two visits of the host;
         whole decoding is then its. Otherwise the host visits after every step.
+      lengths: what a script emits a step, if not what the experiment says.
     """
 
     arms: tuple[str, ...]
@@ -54,6 +55,7 @@ class Group:
     batch: int = 1
     phases: bool = True
     loop: bool = False
+    lengths: tuple[int, ...] = ()
 
     @property
     def rows(self) -> int:
@@ -112,8 +114,9 @@ class StepCost:
         _ = made.model.config  # refuse sizes that no model has
         if not made.groups or any(not group.contexts for group in made.groups):
             raise ValueError(f"{where}: groups need at least one, each with arms and contexts")
-        if min(made.lengths, default=0) < 1 or list(made.lengths) != sorted(set(made.lengths)):
-            raise ValueError(f"{where}: lengths are {made.lengths}, expected 1 or more, ascending")
+        for lengths in (made.lengths, *(group.lengths or (1,) for group in made.groups)):
+            if min(lengths, default=0) < 1 or list(lengths) != sorted(set(lengths)):
+                raise ValueError(f"{where}: lengths are {lengths}, expected 1 or more, ascending")
         if not 1 <= made.calls <= MOST_CALLS:
             raise ValueError(f"{where}: calls is {made.calls}, expected 1 to {MOST_CALLS}")
         seen: set[tuple[Any, ...]] = set()
@@ -159,7 +162,7 @@ class StepCost:
         largest = max((tree.capacity for tree in trees), default=1)
         how = choose_implementation(context.implementation, config, largest).implementation
         names = dict.fromkeys((PLAIN, *group.arms))
-        given = self.plain, self.lengths, how, config
+        given = self.plain, group.lengths or self.lengths, how, config
         return {name: make_step_arm(name, *given) for name in names}
 
     def run(self, context: Context, cells: Sequence[Cell], done: Sequence[Row]) -> Iterator[Row]:
@@ -171,12 +174,12 @@ class StepCost:
         cells = [cell for cell in cells if cell.arm != PEER]
         if not cells:
             return
+        bandwidth = copy_bandwidth()  # first: its buffers must not be the peak of all memory
         started = time.perf_counter()
         model = jax.block_until_ready(make_model(self.model, self.seed).params)
         model = Model(model, self.model.config)
         size = all_bytes(model.params) / 2**30
         context.say(f"{size:.1f} GiB of weights in {time.perf_counter() - started:.1f} s")
-        bandwidth = copy_bandwidth()
         for group in self.groups:
             wanted = [cell for cell in cells if group.holds(cell)]
             if wanted:

@@ -30,6 +30,9 @@ REFRAIN = 7
 LOUD = 16.0
 """Scale of its embedding beside branches that add up to about one."""
 
+LARGE, MOST_PIECES = 1 << 24, 64
+"""Elements above which a leaf is made in pieces, and how many at most."""
+
 STATE_SCALE = {"R": 0.1, "conv": 1.0, "keys": 1.0, "values": 1.0}
 """Of random states: keys leave a norm, values and convolution inputs a projection."""
 
@@ -185,7 +188,13 @@ def _make_leaf(name: str, leaf: Any, key: jax.Array, residual: float) -> jax.Arr
 
 @functools.partial(jax.jit, static_argnames=("shape", "dtype"))
 def _normal(key: jax.Array, scale: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    return (scale * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+    def piece(key: jax.Array) -> jax.Array:
+        return (scale * jax.random.normal(key, (rows, *shape[1:]), jnp.float32)).astype(dtype)
+
+    # In pieces, or the float32 values of the largest leaf would be the peak of all memory.
+    pieces = math.gcd(shape[0], MOST_PIECES) if math.prod(shape) > LARGE else 1
+    rows = shape[0] // pieces
+    return jax.lax.map(piece, jax.random.split(key, pieces)).reshape(shape)
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "dtype"))

@@ -18,6 +18,7 @@ from treejax.ablation.step_cost_timing import (
     LOOP,
     PHASES,
     STEP,
+    STEPS_A_VISIT,
     VISIT,
     Entry,
     Key,
@@ -97,7 +98,7 @@ def row_measures(
     }
     if bench.looped:
         looped = times[Key(arm.name, context, LOOP, typical)]
-        made |= {"loop_ms": looped.median, "decoding": f"{looped.calls} steps a visit"}
+        made |= {"loop_ms": looped.median, "decoding": f"{STEPS_A_VISIT} steps a visit"}
     else:
         made["decoding"] = "a step a visit"
     # Whole decoding: the loop's own program, where it is there for both.
