@@ -116,6 +116,8 @@ class Unhashable(Own):
 class Halved(Own):
     """Outputs of half their precision."""
 
+    name = "halved"
+
     def scan(self, carry, layer, operands, plan):
         made = super().scan(carry, layer, operands, plan)
         return made._replace(outputs=made.outputs.astype(jnp.bfloat16))
@@ -123,6 +125,8 @@ class Halved(Own):
 
 class Growing(Own):
     """A carry that is longer after every commit."""
+
+    name = "growing"
 
     def commit(self, carry, scratch, path):
         R = super().commit(carry, scratch, path)
@@ -135,5 +139,30 @@ class Growing(Own):
 class Broken(Own):
     """Cannot be traced."""
 
+    name = "broken"
+
     def plan(self, topology):
         raise KeyError("no such plan")
+
+
+class Narrow(Own):
+    """Cannot take few rows."""
+
+    name = "narrow"
+
+    def plan(self, topology):
+        if topology.parent.shape[1] < 32:
+            raise ValueError("too narrow\nby far")
+        return topology
+
+
+@dataclasses.dataclass(frozen=True)
+class RaisesElsewhere(WY):
+    """Cannot run outside the process of the tests."""
+
+    name: ClassVar[str] = "raises_elsewhere"
+
+    def plan(self, topology):
+        if "pytest" not in sys.modules:
+            raise RuntimeError
+        return super().plan(topology)

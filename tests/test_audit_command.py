@@ -21,6 +21,7 @@ import treejax
 from treejax.audit import __main__ as command_module
 from treejax.audit import work
 from treejax.audit.base import Report
+from treejax.audit.raised import RAISED
 from treejax.audit.whole import run as run_audits
 from treejax.cli.guard import run_command
 from treejax.drafters import MTP
@@ -270,6 +271,29 @@ def test_a_failure_keeps_what_was_audited_before(command, calls, tmp_path):
     assert status == 2 and err == "treejax.audit: no room\n"
     assert "continuation all of it: finished 0, at least 1 (failed: no room)" in shown
     assert "RED" in (tmp_path / "out" / "report.html").read_text()
+
+
+@pytest.mark.parametrize("profile", ["--quick", "--seed=0"])
+def test_an_audit_that_fails_of_itself_is_red_and_the_others_run(command, calls, tmp_path, profile):
+    calls.answers["component"] = calls.answers["continuation"] = KeyError("no such layer")
+    who = "--policy", "wy", "--drafter", "mtp:chain3"
+    status, shown, err = command(*who, profile, "--out", tmp_path)
+    assert (status, err) == (1, "") and "sampler" in calls.given
+    for name in ("component", "continuation"):
+        assert f"failed: {name} all of it: {RAISED} 0, at least 1 (KeyError" in shown
+    said = json.loads((tmp_path / "report.json").read_text())
+    assert {check["audit"] for check in said["checks"] if check["green"]} == {"sampler"}
+
+
+def test_a_drafter_that_raises_is_left_to_the_audit(calls):
+    """What refuses to serve is a mistake, what fails is a finding."""
+
+    class Unready(MTP):
+        def init(self, model, batch, max_length):
+            raise KeyError("no such weights")
+
+    run_audits("continuation", policy="wy", drafter=Unready("chain3"), quick=True)
+    assert subjects(calls) == ["wy/mtp:chain3"]
 
 
 def test_an_edited_envelope_is_refused_before_anything_runs(command, calls, tmp_path):

@@ -16,6 +16,7 @@ from treejax.audit.component.process import can_travel
 from treejax.audit.component.rules import REBUILT, RELATIVE, SOLVED, promise_of
 from treejax.audit.component.settings import Settings
 from treejax.audit.component.truth import STRICT, Errors, along, errors, exact, native
+from treejax.audit.raised import RAISED
 from treejax.policies import REGISTRY, WY, SolveReplay
 from treejax.tree import Tree
 
@@ -136,11 +137,13 @@ def test_a_cursor_that_is_wrong_at_second_commits_is_found_in_later_steps():
 
 def test_fresh_processes_give_the_same_bytes_or_are_red():
     settings = dataclasses.replace(SETTINGS, processes=1, runs=2)
-    report = run([WY(), audited.ByProcess()], settings=settings)
-    assert [(check.subject, check.name) for check in report.red] == [
-        ("by_process", "runs whose bytes differ")
-    ]
-    (check,) = [c for c in report.checks if (c.subject, c.name) == ("wy", report.red[0].name)]
+    policies = [WY(), audited.RaisesElsewhere(), audited.ByProcess()]
+    report = run(policies, settings=settings)
+    raised, differ = report.red
+    assert (differ.subject, differ.name) == ("by_process", "runs whose bytes differ")
+    assert (raised.subject, raised.name) == ("raises_elsewhere", RAISED)
+    assert "RuntimeError, raised at audited_policies.py:" in raised.note
+    (check,) = [c for c in report.checks if (c.subject, c.name) == ("wy", differ.name)]
     assert check.note == "6 runs of 2 blocks, in 1 fresh processes"
 
 
@@ -161,15 +164,37 @@ def test_a_class_that_cannot_travel_is_run_anew_here_and_the_report_says_so(monk
         ([7], r"int is no policy: it lacks name, implementation, init\(\), plan\(\)"),
         ([WY(), WY()], "policy wy is given twice"),
         ([audited.Unhashable()], "policy 'own' cannot be hashed.*frozen dataclass"),
-        ([audited.Halved()], "outputs of all layers have .* bfloat16, expected .* and float32"),
-        ([audited.Growing()], r"the carry after commit\(\) has leaves .* the next step could not"),
-        ([audited.Broken()], "policy 'own' could not be traced at .*: KeyError: 'no such plan'"),
     ],
 )
 def test_what_is_no_policy_is_named_in_one_line(policies, message):
     with pytest.raises(ValueError, match=message) as caught:
         run(policies)
     assert "\n" not in str(caught.value)
+
+
+def test_a_policy_that_raises_is_red_and_the_others_are_audited():
+    """Whatever it raises, wherever: when it is traced, or in one shape alone."""
+    small = dataclasses.replace(TINY, rows=8, depth=7)
+    settings = dataclasses.replace(SETTINGS, random=(small,))
+    report = run(
+        [audited.Halved(), audited.Growing(), audited.Broken(), audited.Narrow()],
+        settings=settings,
+    )
+    said = {check.subject: check for check in report.red}
+    assert len(said) == len(report.red)
+    assert all(check.name == RAISED for check in report.red)
+    place = "raised at audited_policies.py:"
+    for name, where, message in (
+        ("halved", "while", "expected (2, 3, 32, 2, 8) and float32"),
+        ("growing", "while", "the carry after commit() has leaves"),
+        ("broken", "while", f"KeyError: 'no such plan', {place}"),
+        ("narrow", "shape", f"ValueError: too narrow, {place}"),
+    ):
+        assert message in said[name].note and where in said[name].where, said[name]
+        assert "\n" not in str(said[name])
+    kept = {check.name.split(",")[0] for check in report.checks if check.subject == "narrow"}
+    assert {"outputs", "states", RAISED} <= kept  # what was checked before it raised
+    assert "RED" in str(report)
 
 
 def test_settings_that_cannot_be_are_named():

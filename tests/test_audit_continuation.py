@@ -16,6 +16,7 @@ from treejax.audit.continuation.verdict import WORDS, Tally
 from treejax.audit.envelope import LUMOTREE, bounds_from
 from treejax.audit.faults import REGISTRY as FAULTS
 from treejax.audit.faults.recurrent import narrowed
+from treejax.audit.raised import RAISED
 from treejax.audit.step import Subject
 from treejax.audit.surfaces import EXACT, SURFACES, Measured
 from treejax.drafters import MTP
@@ -193,6 +194,49 @@ def test_fc_22_a_structural_divergence_is_no_rounding(model, envelope):
     red = [check for check in report.red if check.name == WORDS["tokens"]]
     assert red and red[0].where["cycle"] == 0
     assert report.facts["continuation"]["subjects"]["replay/mtp:2,1 by second"]["near ties"] == 0
+
+
+class Unready(Replay):
+    """A policy that cannot be traced."""
+
+    def commit(self, carry, scratch, path):
+        raise KeyError("no such layer")
+
+
+class Unread(MTP):
+    """A drafter that cannot follow a path."""
+
+    def observe(self, draft, tree, choice, hidden):
+        raise RuntimeError("no such row\nnor another")
+
+
+class Unruly(Match):
+    """A rule that raises."""
+
+    name = "unruly"
+
+    def choose(self, tree, logits, sampling, key, position, history, q):
+        raise ZeroDivisionError
+
+
+def test_what_raises_is_red_and_the_others_are_audited(model, envelope):
+    match = RULES["match"]
+    subjects = [
+        Subject(Unready(), DRAFTER, match),
+        Subject(Replay(), Unread("2,1"), match),
+        Subject(Replay(), DRAFTER, Unruly()),
+    ]
+    report = run(model, subjects, ONE_SCHEDULE, envelope)
+    assert [check.subject for check in report.red] == [subject.name for subject in subjects]
+    for check, what in zip(
+        report.red,
+        ("KeyError: 'no such layer'", "RuntimeError: no such row", "ZeroDivisionError"),
+        strict=True,
+    ):
+        assert check.name == RAISED
+        assert f"{what}, raised at test_audit_continuation.py:" in check.note
+        assert "\n" not in str(check)
+    assert set(report.facts["continuation"]["subjects"]) == {s.name for s in subjects}
 
 
 def test_what_cannot_be_audited_is_refused(model, envelope):

@@ -12,8 +12,10 @@ from audit_cases import bench_of, places
 
 from treejax.audit import detection
 from treejax.audit.detection import matrix
-from treejax.audit.detection.run import Judge
+from treejax.audit.detection.run import Caught, Judge
 from treejax.audit.faults import REGISTRY
+from treejax.audit.raised import RAISED
+from treejax.audit.step import never
 from treejax.audit.surfaces import Measured
 from treejax.model import prefill
 from treejax.policies import make_policy
@@ -77,6 +79,37 @@ def test_the_report_is_green_json_and_says_what_every_check_is_about():
     power = [check for check in made.checks if check.name == "detection power"]
     assert all(check.at_least and check.bound == 0.99 and check.note for check in power)
     assert json.loads(json.dumps(made.as_json()))["green"] is True
+
+
+def test_what_raises_under_a_fault_is_red_and_the_matrix_is_filled(monkeypatch):
+    """One fault of two; neither the other nor the engine without one is lost."""
+    batch = QUICK.batch
+    found = Caught(
+        *(np.ones(batch, bool), np.zeros(batch, int), (frozenset({"R"}),) * batch, np.ones(batch))
+    )
+
+    def draw(fault, *_):
+        if fault.name == "stale root":
+            raise KeyError("no such step")
+        return never(batch)
+
+    judge = Judge({})
+    for name, answer in (
+        ("prepare", lambda *_: None),  # nothing runs: the bench is not looked at
+        ("judge_of", lambda *_: judge),
+        ("draw_strikes", draw),
+        ("run_bench", lambda *_: found),
+        ("had_effect", lambda *_: np.ones(batch, bool)),
+    ):
+        monkeypatch.setattr(matrix, name, answer)
+    monkeypatch.setattr(Judge, "decided", lambda *_: np.ones(batch, bool))
+    made = detection.run(None, ("stale root", "commit skipped"), QUICK)
+    (raised,) = [check for check in made.checks if check.name == RAISED]
+    assert raised.subject.endswith("/scripted with stale root") and not raised.green
+    assert "KeyError: 'no such step', raised at test_audit_detection.py:" in raised.note
+    power = [check for check in made.checks if check.name == "detection power"]
+    assert power and all(check.green and "commit skipped" in check.subject for check in power)
+    assert sum(check.name == "false alarms" for check in made.checks) == len(power)
 
 
 def test_bounds_come_without_any_fault():

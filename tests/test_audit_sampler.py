@@ -8,6 +8,7 @@ import pytest
 import tiny
 
 from treejax.audit import sampler
+from treejax.audit.raised import RAISED
 from treejax.audit.sampler.settings import name_of
 from treejax.model import Model
 from treejax.steps.rules import Match, Typical, WithoutReplacement
@@ -47,11 +48,41 @@ def test_a_right_rule_is_green_by_all_three_proofs_and_the_report_is_json():
     assert row["verdict"] == "green" and row["accepted a step"] > 0.5
 
 
-def test_a_users_wrong_rule_is_red_by_its_walks():
-    report = sampler.run(None, [Redrawn()], SMALL)
+class Unready(Match):
+    """A user's rule that raises."""
+
+    name = "unready"
+
+    def choose(self, tree, logits, sampling, key, position, history, q):
+        raise KeyError("no such row")
+
+
+class Unasked(Unready):
+    """A user's rule that cannot even say what it serves."""
+
+    name = "unasked"
+
+    def sharpest(self, proposals):
+        raise RuntimeError("not yet\nready")
+
+
+def test_a_users_wrong_rule_is_red_by_its_walks_and_one_that_raises_by_that():
+    report = sampler.run(None, [Unasked(), Unready(), Redrawn()], SMALL)
     assert not report.green
-    assert {check.name for check in report.red} >= {"conditional G-test", "joint G-test"}
-    assert all(check.subject == "redrawn/coupled" for check in report.checks)
+    raised = [check for check in report.checks if check.name == RAISED]
+    assert [(check.subject, check.where.get("while")) for check in raised] == [
+        ("unasked", "asked what it serves"),
+        ("unready/coupled", "walking"),
+    ]
+    assert not any(check.green for check in raised)
+    assert "RuntimeError: not yet, raised at test_audit_sampler.py:" in raised[0].note
+    assert "KeyError: 'no such row', raised at test_audit_sampler.py:" in raised[1].note
+    rest = [check for check in report.checks if check not in raised]
+    assert {check.name for check in rest if not check.green} >= {
+        "conditional G-test",
+        "joint G-test",
+    }
+    assert all(check.subject == "redrawn/coupled" for check in rest)
     (row,) = report.tables[0][1]
     assert row["verdict"] == "red" and row["total variation"] > 0.2
 

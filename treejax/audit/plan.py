@@ -128,11 +128,21 @@ def _drafts(asked: Asked, model: Model) -> Iterable[tuple[Drafter, Rule]]:
     """
     for rule in asked.rule or DEFAULT_RULES:
         for drafter in map(read_drafter, _names(asked, rule, model)):
-            drafter.init(model, 1, drafter.capacity)
+            _refuse_unfit(drafter, model)
             for form in drafter.forms:
                 made = rule_for(rule, form.proposals, form.shape)
                 refuse_lossy(made)
                 yield form, made
+
+
+def _refuse_unfit(drafter: Drafter, model: Model) -> None:
+    """Refuse a drafter that says that it cannot serve the model."""
+    try:
+        drafter.init(model, 1, drafter.capacity)
+    except ValueError:
+        raise
+    except Exception:  # no refusal: the audit meets it again, and its report says so
+        pass
 
 
 def _names(asked: Asked, rule: str | Rule, model: Model) -> tuple[str | Drafter, ...]:

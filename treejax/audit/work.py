@@ -13,6 +13,7 @@ from treejax.audit.base import Check, Report
 from treejax.audit.envelope import Envelope
 from treejax.audit.plan import Plan, make_plan
 from treejax.audit.provenance import audited, made_with
+from treejax.audit.raised import failed, said
 from treejax.audit.sampler import detection as sampler_detection
 from treejax.checkpoint import load_model
 from treejax.model import Model
@@ -30,8 +31,8 @@ _TOGETHER = 2  # parts of the quick profile: one compiles while another is trace
 _SEEDS = {"sampler faults": "fault_seeds"}  # what "seeds" is called there
 
 
-class OutOfTime(Exception):
-    """The time limit has passed."""
+class OutOfTime(BaseException):
+    """The time limit has passed. Like Ctrl-C it is nothing that an audited object has raised."""
 
 
 @dataclasses.dataclass
@@ -75,8 +76,12 @@ class Work:
     def parts(self, advance: Advance, time_limit: float | None = None) -> Iterator[Report]:
         """The report of one part after the other; of the quick profile two run side by side.
 
-        Ctrl-C or the end of the time limit (seconds) ends it early: the part that was running is
-        lost, ``ended`` says why, and the report of the whole is red.
+        Ctrl-C, the end of the time limit (seconds) or a mistake of the user ends it early: the part
+        that was running is lost, ``ended`` says why, and the report of the whole is red. A part
+        that fails otherwise is a failed check, and the others run.
+
+        Raises:
+          ValueError, OSError: one line: what was asked for cannot be.
         """
         started, shares = time.monotonic(), dict.fromkeys(self.settings, 0.0)
 
@@ -95,13 +100,13 @@ class Work:
             jobs[name] = pool.submit(job).result if self.asked.quick else job
         try:
             for name, job in jobs.items():
-                self.done[name] = job()
+                self.done[name] = _sound(name, job)
                 yield self.done[name]
         except OutOfTime:
             self.ended = f"out of time after {time_limit:g} s"
         except KeyboardInterrupt:
             self.ended = "interrupted"
-        except Exception as error:  # whatever it is: the report says it, and it goes on upwards
+        except Exception as error:  # the report says it, and it goes on upwards
             self.ended = f"failed: {error}"
             raise
         finally:
@@ -139,7 +144,8 @@ class Work:
 
     def _never_published(self) -> Iterable[str]:
         """Lengths of path that no draft of the continuation audit came to."""
-        if (report := self.done.get("continuation")) is None:
+        report = self.done.get("continuation")
+        if report is None or not report.facts:
             return
         for name, seen in report.facts["continuation"]["subjects"].items():
             if lengths := seen["never published"]:
@@ -170,6 +176,17 @@ class Work:
             (*_, told) = report.facts.values() if len(report.facts) == 1 else [report.facts]
             facts[name] = told
         return Report((*joined.checks, *lost), joined.tables, facts)
+
+
+def _sound(name: str, job: Callable[[], Report]) -> Report:
+    """The report of a part; that of its failure, unless what failed is a mistake in what was asked
+    for: an error of one line, by the project's rule."""
+    try:
+        return job()
+    except Exception as error:
+        if isinstance(error, ValueError | OSError) and "\n" not in str(error):
+            raise
+        return Report((failed(name, "all of it", {}, said(error)),))
 
 
 def _at_least_one(part: str, what: str, note: str) -> Check:

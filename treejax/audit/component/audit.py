@@ -18,11 +18,13 @@ from treejax.audit.base import Check, Report
 from treejax.audit.component.block import WIDE, Block, Case, run_block
 from treejax.audit.component.controls import FAULTS, POISONS, Scene, Stand, poisoned
 from treejax.audit.component.operands import HYDRA, plant
-from treejax.audit.component.process import Fresh, Job, can_travel, digests, fresh_processes
+from treejax.audit.component.process import Job, can_travel, fresh_processes
+from treejax.audit.component.repeats import repeats
 from treejax.audit.component.rig import Rig, as_policy
-from treejax.audit.component.rules import Promise, promise_of
+from treejax.audit.component.rules import promise_of
 from treejax.audit.component.settings import Settings
 from treejax.audit.component.steps import Journey, travel
+from treejax.audit.component.subject import Subject
 from treejax.audit.component.tally import (
     AUDIT,
     KINDS,
@@ -46,24 +48,6 @@ INACTIVE = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Subject:
-    """One policy under audit: its programs, what gates, what has been found."""
-
-    label: str
-    rig: Rig
-    promise: Promise
-    checks: list[Check] = dataclasses.field(default_factory=list)
-    protocol: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    steps: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    controls: dict[str, Any] = dataclasses.field(default_factory=dict)
-    digests: list[list[str]] = dataclasses.field(default_factory=list)
-
-    def add(self, name: str, where: dict[str, int | str], wrong: float, note: str = "") -> None:
-        """A count that must be 0."""
-        self.checks.append(Check(AUDIT, self.label, name, where, float(wrong), 0.0, note=note))
-
-
 def run(policies: Sequence[Policy], settings: Settings = FULL, advance: Advance = silent) -> Report:
     """Audit policies.
 
@@ -71,18 +55,22 @@ def run(policies: Sequence[Policy], settings: Settings = FULL, advance: Advance 
       policies: objects, also a user's own.
       advance: is told what runs, how much is done and how much there is.
 
+    A policy that raises, or that gives what no policy gives, is red from there on, and the others
+    are audited to the end.
+
     Raises:
-      ValueError: an object that is no policy, or one that gives what no policy gives; one line.
+      ValueError: an object that is no policy, or one that is given twice; one line.
     """
     subjects = _subjects(policies)
     clock = _Clock(advance, len(subjects), settings)
     first = Case.of(settings.shape, settings.seed, 0, 0)
     for subject in subjects:
         trees = plant(settings.shape, [HYDRA] * settings.shape.batch)
-        subject.rig.check(settings.shape, first.drawn, trees)
+        with subject.guarded({"while": f"traced at {settings.shape}"}):
+            subject.rig.check(settings.shape, first.drawn, trees)
     cases = [[settings.seed, i, j] for i in range(len(SPLITS)) for j in range(settings.sets)]
     seeds = tuple(map(tuple, cases))
-    apart = [s for s in subjects if can_travel(s.rig.policy)]
+    apart = [s for s in subjects if s.runs and can_travel(s.rig.policy)]
     job = Job(tuple(s.rig.policy for s in apart), settings.shape, seeds, settings.runs)
     steps = {s.rig.policy.implementation: s.rig.native() for s in subjects}
     with fresh_processes(job, settings.processes) as processes:
@@ -90,7 +78,7 @@ def run(policies: Sequence[Policy], settings: Settings = FULL, advance: Advance 
             _protocol(subjects, steps, settings, seeds, split, name, clock)
         _journeys(subjects, steps, settings, clock)
         _controls(subjects, steps, settings, clock)
-        _repeats(subjects, apart, processes, settings, seeds, clock)
+        repeats(subjects, apart, processes, settings, seeds, clock)
     clock("component audit", 0)
     return Report(tuple(c for s in subjects for c in s.checks), _tables(subjects), _facts(settings))
 
@@ -140,11 +128,14 @@ def _protocol(
         decoded = {how: case.decoded(step) for how, step in steps.items()}
         for subject in subjects:
             clock(f"{subject.label}: {name} operands")
-            block = run_block(subject.rig, case)
-            subject.digests.append([block.digest])
-            native = decoded[subject.rig.policy.implementation]
-            found[subject.label].append(_cells(block, truth, native))
-    for subject in subjects:
+            if not subject.runs:
+                continue
+            with subject.guarded({"split": name}):
+                block = run_block(subject.rig, case)
+                subject.digests.append([block.digest])
+                native = decoded[subject.rig.policy.implementation]
+                found[subject.label].append(_cells(block, truth, native))
+    for subject in filter(lambda s: s.runs, subjects):
         wide, served, states = (list(x) for x in zip(*found[subject.label], strict=True))
         for layer in range(settings.shape.layers):
             for cells in (wide, served, states):
@@ -186,9 +177,12 @@ def _journeys(
             ways = {h: Journey.of(shape, seed, settings.steps, s) for h, s in steps.items()}
             for subject in subjects:
                 clock(f"{subject.label}: {settings.steps} steps, {shape}")
-                way = ways[subject.rig.policy.implementation]
-                seen[subject.label].append(travel(subject.rig, way))
-        for subject in subjects:
+                if not subject.runs:
+                    continue
+                with subject.guarded({"shape": str(shape), "steps": settings.steps}):
+                    way = ways[subject.rig.policy.implementation]
+                    seen[subject.label].append(travel(subject.rig, way))
+        for subject in filter(lambda s: s.runs, subjects):
             _travelled(subject, seen[subject.label], str(shape), settings.steps)
 
 
@@ -219,23 +213,31 @@ def _controls(
         scenes = {h: Scene.of(settings.controls, seed, step) for h, step in steps.items()}
         for subject in subjects:
             clock(f"{subject.label}: controls")
-            scene = scenes[subject.rig.policy.implementation]
-            stand = Stand.of(scene, subject.rig, subject.promise)
-            found: dict[str, Iterable[bool]] = {
-                "false alarms": stand.seen(stand.states(scene.paths)),
-                **{name: fault(stand) for name, fault in FAULTS.items()},
-            }
-            for name, seen in found.items():
-                seen = list(seen)
-                counts[subject.label][name][0] += int(sum(seen))
-                counts[subject.label][name][1] += len(seen)
-            for name, value in POISONS.items():
-                states, outputs = poisoned(stand, value)
-                for kind, changed in (("states", states), ("outputs", outputs)):
-                    counts[subject.label][f"{name} {kind}"][0] += changed
-                    counts[subject.label][f"{name} {kind}"][1] += settings.controls.instances
-    for subject in subjects:
+            if not subject.runs:
+                continue
+            with subject.guarded({"while": "controls"}):
+                scene = scenes[subject.rig.policy.implementation]
+                stand = Stand.of(scene, subject.rig, subject.promise)
+                _strike(stand, counts[subject.label])
+    for subject in filter(lambda s: s.runs, subjects):
         _controlled(subject, counts[subject.label])
+
+
+def _strike(stand: Stand, counts: dict[str, list[int]]) -> None:
+    """Add to every control's counts, seen and all, what becomes of it on a stand."""
+    found: dict[str, Iterable[bool]] = {
+        "false alarms": stand.seen(stand.states(stand.scene.paths)),
+        **{name: fault(stand) for name, fault in FAULTS.items()},
+    }
+    for name, seen in found.items():
+        seen = list(seen)
+        counts[name][0] += int(sum(seen))
+        counts[name][1] += len(seen)
+    for name, value in POISONS.items():
+        states, outputs = poisoned(stand, value)
+        for kind, changed in (("states", states), ("outputs", outputs)):
+            counts[f"{name} {kind}"][0] += changed
+            counts[f"{name} {kind}"][1] += stand.scene.shape.instances
 
 
 def _controlled(subject: Subject, counts: dict[str, list[int]]) -> None:
@@ -262,38 +264,9 @@ def _controlled(subject: Subject, counts: dict[str, list[int]]) -> None:
             subject.add(f"changed by off-path rows: {name}", {}, seen, f"of {all_} instances")
 
 
-def _repeats(
-    subjects: Sequence[Subject],
-    apart: Sequence[Subject],
-    processes: Sequence[Fresh],
-    settings: Settings,
-    seeds: Sequence[tuple[int, ...]],
-    clock: _Clock,
-) -> None:
-    """Every run of every block must have given the same bytes."""
-    results = [process.result() for process in processes]
-    for subject in subjects:
-        clock(f"{subject.label}: repeats")
-        if subject in apart:
-            others = [result[apart.index(subject)] for result in results]
-            note = f"in {len(results)} fresh processes"
-        else:
-            job = Job((subject.rig.policy,), settings.shape, tuple(seeds), settings.runs)
-            others = [digests(job)[0] for _ in range(settings.processes)]
-            note = "compiled anew in this process: a fresh one cannot import its class"
-        for i, own in enumerate(subject.digests):
-            for other in others:
-                own += other[i * settings.runs : (i + 1) * settings.runs]
-        runs = sum(len(own) for own in subject.digests)
-        differ = sum(len(set(own)) - 1 for own in subject.digests)
-        note = f"{runs} runs of {len(seeds)} blocks, {note}"
-        subject.add("runs whose bytes differ", {}, differ, note)
-        subject.controls["runs that differ"] = f"{differ} of {runs}"
-
-
 def _tables(subjects: Sequence[Subject]) -> tuple[tuple[str, tuple[Any, ...]], ...]:
     protocol = [row for s in subjects for row in s.protocol]
-    controls = [{"policy": s.label, **s.controls} for s in subjects]
+    controls = [{"policy": s.label, **s.controls} for s in subjects if s.runs]
     return (
         ("Component audit over hydra27, beside LumoTree's counts", (paper_row(), *protocol)),
         ("Several steps in a row", tuple(row for s in subjects for row in s.steps)),

@@ -22,6 +22,7 @@ import jax
 from treejax.audit.component.block import Case, run_block
 from treejax.audit.component.operands import Shape
 from treejax.audit.component.rig import Rig
+from treejax.audit.raised import said
 from treejax.policies import Policy
 
 WORK = "from treejax.audit.component.process import serve; serve()"
@@ -36,15 +37,21 @@ class Job(NamedTuple):
     runs: int
 
 
-def digests(job: Job) -> list[list[str]]:
-    """Per policy the digests of all its runs, set by set, run by run."""
+def digests(job: Job) -> list[list[str] | str]:
+    """Per policy the digests of all its runs, set by set, run by run; or what it raised."""
     rigs = [Rig(policy) for policy in job.policies]
     made: list[list[str]] = [[] for _ in rigs]
+    raised: dict[int, str] = {}
     for seed in job.seeds:
         case = Case.of(job.shape, *seed)
-        for rig, found in zip(rigs, made, strict=True):
-            found += [run_block(rig, case).digest for _ in range(job.runs)]
-    return made
+        for at, rig in enumerate(rigs):
+            if at in raised:
+                continue
+            try:
+                made[at] += [run_block(rig, case).digest for _ in range(job.runs)]
+            except Exception as error:  # a user's policy may raise anything
+                raised[at] = said(error)
+    return [raised.get(at, each) for at, each in enumerate(made)]
 
 
 def can_travel(policy: Policy) -> bool:
@@ -83,8 +90,8 @@ class Fresh:
         self._process.stdin.write(base64.b64encode(pickle.dumps(job)).decode())
         self._process.stdin.close()
 
-    def result(self) -> list[list[str]]:
-        """Wait for the digests.
+    def result(self) -> list[list[str] | str]:
+        """Wait for what ``digests`` gives there.
 
         Raises:
           RuntimeError: the process failed; its last line says why.

@@ -151,22 +151,17 @@ class Rig:
 
         Raises:
           ValueError: one line, what it gave and what was expected.
+          Exception: whatever the policy raises.
         """
         s, name = shape, self.policy.name
         pool = (s.layers, s.batch, s.value_heads, s.value_dim, s.key_dim)
         path = pack([[0]] * s.batch, s.depth)
         R = jax.ShapeDtypeStruct(pool, jnp.float32)
-        try:
-            carry = jax.eval_shape(lambda R: self._init(R, s.key_heads), R)
-            verified = jax.eval_shape(self.verify, carry, drawn.layers(), tree)
-            parts = verified.scratch, path, verified.place
-            after = jax.eval_shape(self.commit, verified.carry, *parts)
-            states = jax.eval_shape(self.read, after)
-        except Exception as error:  # a user's policy may raise anything
-            reason = str(error).strip().partition("\n")[0]
-            raise ValueError(
-                f"policy {name!r} could not be traced at {shape}: {type(error).__name__}: {reason}"
-            ) from error
+        carry = jax.eval_shape(lambda R: self._init(R, s.key_heads), R)
+        verified = jax.eval_shape(self.verify, carry, drawn.layers(), tree)
+        parts = verified.scratch, path, verified.place
+        after = jax.eval_shape(self.commit, verified.carry, *parts)
+        states = jax.eval_shape(self.read, after)
         _expect(
             name, "outputs of all layers", verified.outputs, (s.layers, s.batch, s.rows, *pool[2:4])
         )

@@ -6,7 +6,7 @@ paper, with bounds that are calibrated by layer). Tokens, lengths and old attent
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,8 +16,8 @@ import numpy as np
 
 from treejax.audit.base import Check, Report
 from treejax.audit.continuation import fresh, long_run, tightness
-from treejax.audit.continuation.calibration import calibrate, plain_of
-from treejax.audit.continuation.schedules import Course, compile_step, follow_schedule
+from treejax.audit.continuation.calibration import calibrate, depth_of, plain_of
+from treejax.audit.continuation.schedules import Course, End, compile_step, follow_schedule
 from treejax.audit.continuation.settings import FULL, SCHEDULES, Settings
 from treejax.audit.continuation.verdict import Tally
 from treejax.audit.envelope import LUMOTREE, Envelope
@@ -48,12 +48,15 @@ def run(
         and the report says so.
       advance: is told what runs, how much is done and how much there is.
 
+    A subject that raises is red, and all else is audited to the end.
+
     Raises:
       ValueError: one line: an envelope of another model, dtype, config or device, a subject whose
         stream is not plain's, or settings that the model has no room for.
     """
     for subject in subjects:
         _check_subject(subject, settings)
+        settings.rows(model, depth_of(subject.drafter))  # refused before anything runs
     calibrated = envelope is None
     advance("envelope", 0, len(subjects) + 1)
     pool = ThreadPoolExecutor(max_workers=1)  # one program compiles while others run
@@ -71,31 +74,21 @@ def run(
     references: dict[Any, Any] = {}
     for done, subject in enumerate(subjects, 1):
         advance(subject.name, done, len(subjects) + 1)
-        if subject.drafter not in references:  # the last one alone: records are large
-            plain = plain_of(model, texts, subject.drafter, settings)
-            references = {subject.drafter: RowLogits(model, plain)}
-        expected = references[subject.drafter]
-        ready[done - 1].result()
         tally = Tally(model, subject, envelope)
-        course = Course(model, subject, texts, expected, settings)
-        ends = {name: follow_schedule(course, name, tally) for name in settings.schedules}
-        if settings.fresh_process:
-            fresh.continue_elsewhere(course, ends["resumed"], tally)
-        if settings.long_tokens:
-            long_run.run(
-                *(model, subject, settings, tally),
-                functools.partial(advance, f"{subject.name}, long run"),
-            )
+        with tally.guarded({"while": "prepared"}):
+            if subject.drafter not in references:  # the last one alone: records are large
+                plain = plain_of(model, texts, subject.drafter, settings)
+                references = {subject.drafter: RowLogits(model, plain)}
+            ready[done - 1].result()
+            course = Course(model, subject, texts, references[subject.drafter], settings)
+            long = functools.partial(advance, f"{subject.name}, long run")
+            tables += _follow(course, tally, long)
         checks += tally.checks
         tables += [("largest distances", tuple(tally.rows()))]
         if tally.left_out:
             tables += [("left out", tuple(tally.left_out))]
         if tally.drift:
             tables += [("long run, by cycle", tuple(tally.drift))]
-        if settings.tightness:
-            last = ends[settings.schedules[-1]]
-            rows = tightness.smallest_caught(model, subject, expected, envelope, last)
-            tables += [("smallest perturbation caught", tuple(rows))]
         facts[subject.name] = tally.facts | {"never published": tally.never_published()}
     advance("continuation", len(subjects) + 1, len(subjects) + 1)
     return Report(
@@ -117,6 +110,27 @@ def run(
             }
         },
     )
+
+
+def _follow(course: Course, tally: Tally, advance: Callable[[int, int], None]) -> list[Any]:
+    """All that a subject goes through, each part whether or not another raised; tables of it."""
+    settings, ends = course.settings, dict[str, End]()
+    for name in settings.schedules:
+        with tally.guarded({"schedule": name}):
+            ends[name] = follow_schedule(course, name, tally)
+    if settings.fresh_process and "resumed" in ends:
+        with tally.guarded({"schedule": "fresh process"}):
+            fresh.continue_elsewhere(course, ends["resumed"], tally)
+    if settings.long_tokens:
+        with tally.guarded({"schedule": "long"}):
+            long_run.run(course.model, course.subject, settings, tally, advance)
+    last = ends.get(settings.schedules[-1])
+    if last is None or not settings.tightness:
+        return []
+    rows = tightness.smallest_caught(
+        course.model, course.subject, course.expected, tally.envelope, last
+    )
+    return [("smallest perturbation caught", tuple(rows))]
 
 
 def _check_subject(subject: Subject, settings: Settings) -> None:

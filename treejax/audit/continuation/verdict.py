@@ -6,6 +6,7 @@ changes plain's own. Both are counted. A sequence whose text went another way is
 there on.
 """
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from treejax.audit.base import Check
 from treejax.audit.envelope import LUMOTREE, Envelope
+from treejax.audit.raised import guarded
 from treejax.audit.reference import Plain
 from treejax.audit.step import Cycle, Subject
 from treejax.audit.surfaces import EXACT, LAYERED, SURFACES, Measured
@@ -90,6 +92,10 @@ class Tally:
     def exact(self, name: str, count: int, where: Mapping[str, int | str], note: str = "") -> None:
         """A count that must be 0."""
         self.checks.append(Check("continuation", self.name, name, dict(where), count, 0, note=note))
+
+    def guarded(self, where: Mapping[str, int | str]) -> contextlib.AbstractContextManager[None]:
+        """What the subject raises inside is a failed check."""
+        return guarded("continuation", self.name, where, self.checks)
 
     def never_published(self) -> list[int]:
         """Lengths of path, the root counted, that no step of a sequence published."""

@@ -21,6 +21,7 @@ from treejax.audit.faults import REGISTRY, Fault
 from treejax.audit.faults.anyone import AnyOf
 from treejax.audit.faults.convolution import History
 from treejax.audit.prefixes import prefixes
+from treejax.audit.raised import guarded
 from treejax.audit.step import Subject
 from treejax.drafters import MTP, Drafter
 from treejax.model import Model
@@ -105,11 +106,14 @@ def run(
     total = 1 + len(needed) + len(clean) + len(plan)
     if settings.on_toy or model is None:
         model = toy()
+    scripted, heat = script(settings.tree, settings.schedule), settings.temperature
+    drafters: dict[bool, Drafter] = {True: MTP(settings.tree), False: scripted}
+    for fault, policy in plan:
+        fault.check(model.config, make_policy(policy, "xla"), drafters[fault.drafted])
 
     done, benches = 0, {}
     advance("calibration", done, total)
-    heat = settings.temperature
-    steps, scripted = len(settings.schedule), script(settings.tree, settings.schedule)
+    steps = len(settings.schedule)
     lots = -(-settings.batch // LOT)
     size = -(-settings.batch // lots)
     texts = prefixes(model, "calibration", size, settings.length, settings.seed)
@@ -120,22 +124,20 @@ def run(
     for drafted in needed:
         done += 1
         advance("plain decoding", done, total)
-        drafter = MTP(settings.tree) if drafted else scripted
         benches[drafted] = [
-            prepare(model, drafter, texts[lot * size :][:size], steps, heat) for lot in range(lots)
+            prepare(model, drafters[drafted], texts[lot * size :][:size], steps, heat)
+            for lot in range(lots)
         ]
     done += 1
 
-    def caught(drafted: bool, name: str, fault: Fault | None) -> Caught:
+    def tried(drafted: bool, name: str, fault: Fault | None) -> Caught:
         policy, benched = make_policy(name, "xla"), benches[drafted]
-        drafter = benched[0].drafter
-        right = Subject(policy, drafter, RULES["match"])
+        right = Subject(policy, drafters[drafted], RULES["match"])
         if fault is None:
             return joined([run_bench(bench, right, judge) for bench in benched])
         together = AnyOf(
             "faults", faults=tuple(f for f, p in plan if f.drafted == drafted and p == name)
         )
-        together.check(model.config, policy, drafter)
         subject, parts = dataclasses.replace(right, fault=together), []
         for lot, bench in enumerate(benched):
             seed = settings.seed, lot
@@ -147,19 +149,20 @@ def run(
         made = joined(parts)
         return made.among(np.cumsum(made.struck) <= settings.seeds)
 
-    alarms, rows = [], []
+    alarms, rows, raised = [], [], list[Check]()
     for drafted, policy in clean:
         advance(f"no fault under {policy}", done, total)
         done += 1
-        alarms.append(
-            _row(Fault(), policy, benches[drafted][0].drafter, caught(drafted, policy, None))
-        )
+        drafter = drafters[drafted]
+        with guarded("faults", f"{policy}/{drafter.name}", {}, raised):
+            alarms.append(_row(Fault(), policy, drafter, tried(drafted, policy, None)))
     for fault, policy in plan:
         advance(f"{fault.name} under {policy}", done, total)
         done += 1
-        made = caught(fault.drafted, policy, fault)
-        rows.append(_row(fault, policy, benches[fault.drafted][0].drafter, made))
-    checks = [_alarm(row) for row in alarms] + [_power(row) for row in rows]
+        drafter = drafters[fault.drafted]
+        with guarded("faults", f"{policy}/{drafter.name} with {fault.name}", {}, raised):
+            rows.append(_row(fault, policy, drafter, tried(fault.drafted, policy, fault)))
+    checks = [_alarm(row) for row in alarms] + [_power(row) for row in rows] + raised
     tables = (
         ("Planted faults of the engine", tuple(map(_shown, rows))),
         ("Runs without a fault", tuple(map(_shown, alarms))),

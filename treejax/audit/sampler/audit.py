@@ -6,6 +6,7 @@ enumerated in float64; many walks of many steps held against exact laws by G-tes
 """
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 
 from treejax.audit.base import Check, Report
 from treejax.audit.prefixes import prefixes
+from treejax.audit.raised import guarded
 from treejax.audit.sampler.capture import capture
 from treejax.audit.sampler.detection import detect
 from treejax.audit.sampler.enumeration import (
@@ -61,7 +63,8 @@ def run(
 ) -> Report:
     """Audit acceptance rules, ours or a user's own objects.
 
-    A rule that says it is lossy is measured, and its report is red: it changes the law.
+    A rule that says it is lossy is measured, and its report is red: it changes the law. So is that
+    of a rule that raises, and the others are audited to the end.
 
     Args:
       model: whose verified rows are walked through as well; None for toy targets alone.
@@ -86,20 +89,17 @@ def run(
             "no worlds and no captured steps leave nothing to walk through: name a world, or give "
             "a model and steps"
         )
-    samplers = [sampler for rule in rules for sampler in samplers_of(rule, settings)]
-    jobs: list[tuple[str, Callable[[], Any]]] = []
-    for place, sampler in enumerate(samplers):
-        if enumerable(sampler.rule):
-            jobs.append(("enumerating", lambda s=sampler: enumerate_trees(s, settings)))
-        for world in worlds:
-            number = (settings.seed, place)
-            jobs.append(("walking", lambda s=sampler, w=world, n=number: _walk(s, w, settings, n)))
-        if type(sampler.rule) is Match:
-            jobs += [
-                ("comparing streams", lambda s=sampler, w=world: _compare(s, w, settings))
-                for world in worlds
-            ]
-    done = carry_out(jobs, advance)
+    samplers: list[Sampler] = []
+    raised: list[Check] = []
+    for rule in rules:
+        with guarded(AUDIT, rule.name, {"while": "asked what it serves"}, raised):
+            samplers += samplers_of(rule, settings)
+    jobs = [
+        (what, functools.partial(_sound, name_of(sampler), {"while": what, **where}, job))
+        for place, sampler in enumerate(samplers)
+        for what, where, job in _jobs(sampler, worlds, settings, place)
+    ]
+    done = [*raised, *carry_out(jobs, advance)]
     walked = [one for made in done if isinstance(made, list) for one in made]
     checks = [made for made in done if isinstance(made, Check)]
     honest = [one for one in walked if one.sampler.rule.lossless]
@@ -119,6 +119,28 @@ def run(
             }
         },
     )
+
+
+def _jobs(
+    sampler: Sampler, worlds: Sequence[World], settings: Settings, place: int
+) -> Iterable[tuple[str, dict[str, int | str], Callable[[], Any]]]:
+    """What is done with a sampler: a word for it, where, and the work."""
+    if enumerable(sampler.rule):
+        yield "enumerating", {}, functools.partial(enumerate_trees, sampler, settings)
+    for world in worlds:
+        there: dict[str, int | str] = {"world": world.name}
+        number = (settings.seed, place)
+        yield "walking", there, functools.partial(_walk, sampler, world, settings, number)
+        if type(sampler.rule) is Match:
+            yield "comparing streams", there, functools.partial(_compare, sampler, world, settings)
+
+
+def _sound(subject: str, where: dict[str, int | str], job: Callable[[], Any]) -> Any:
+    """What the job gives; a failed check if the rule raises."""
+    raised: list[Check] = []
+    with guarded(AUDIT, subject, where, raised):
+        return job()
+    return raised[0]
 
 
 def samplers_of(rule: Rule, settings: Settings) -> list[Sampler]:

@@ -1,0 +1,48 @@
+"""What an audited object raises is a finding about that object: a failed check which names it.
+
+The other checks go on. Ctrl-C and the end of a time limit are no ``Exception`` and pass.
+"""
+
+import contextlib
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+
+from treejax.audit.base import Check, Where
+
+RAISED = "ran to its end"  # the name of the check
+
+_MACHINERY = tuple(map(str, (Path(jax.__file__).parent, Path(__file__).parent)))
+"""Folders whose lines of a traceback are not the audited object's own."""
+
+
+@contextlib.contextmanager
+def guarded(audit: str, subject: str, where: Where, into: list[Check]) -> Iterator[None]:
+    """Run what is audited: whatever it raises becomes a failed check in ``into``."""
+    try:
+        yield
+    except Exception as error:  # a user's object may raise anything
+        into.append(failed(audit, subject, where, said(error)))
+
+
+def failed(audit: str, subject: str, where: Where, reason: str) -> Check:
+    """The failed check of what did not run to its end; ``reason`` is one line."""
+    return Check(audit, subject, RAISED, where, 0.0, 1.0, at_least=True, note=reason)
+
+
+def said(error: BaseException) -> str:
+    """An exception in one line: its type, the first line of its message, and where it was raised.
+
+    Where is the innermost line that is neither JAX's nor the audits'.
+    """
+    head, *_ = str(error).strip().splitlines() or [""]
+    kind = type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(_MACHINERY)]
+    place = ""
+    if own:
+        at = own[-1]
+        place = f", raised at {Path(at.filename).name}:{at.lineno} in {at.name}"
+    return f"{kind}: {head}{place}" if head else f"{kind}{place}"
