@@ -14,8 +14,10 @@ from treejax.audit.base import Check, Where
 
 RAISED = "ran to its end"  # the name of the check
 
-_MACHINERY = tuple(map(str, (Path(jax.__file__).parent, Path(__file__).parent)))
-"""Folders whose lines of a traceback are not the audited object's own."""
+_MACHINERY = tuple(map(str, (Path(jax.__file__).parent, Path(__file__).parent, "<frozen")))
+_PYTHON = str(Path(contextlib.__file__).parent)
+"""Where lines of a traceback that are not the audited object's own begin: JAX's and the audits',
+and Python's own, among which packages may be installed."""
 
 
 @contextlib.contextmanager
@@ -35,14 +37,19 @@ def failed(audit: str, subject: str, where: Where, reason: str) -> Check:
 def said(error: BaseException) -> str:
     """An exception in one line: its type, the first line of its message, and where it was raised.
 
-    Where is the innermost line that is neither JAX's nor the audits'.
+    Where is the innermost line that is neither JAX's, the audits' nor Python's own.
     """
     head, *_ = str(error).strip().splitlines() or [""]
     kind = type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(_MACHINERY)]
+    own = [frame for frame in frames if _is_own(frame.filename)]
     place = ""
     if own:
         at = own[-1]
         place = f", raised at {Path(at.filename).name}:{at.lineno} in {at.name}"
     return f"{kind}: {head}{place}" if head else f"{kind}{place}"
+
+
+def _is_own(file: str) -> bool:
+    python = file.startswith(_PYTHON) and "site-packages" not in file
+    return not (python or file.startswith(_MACHINERY))

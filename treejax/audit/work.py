@@ -10,6 +10,7 @@ from typing import Any
 from treejax.audit import component, continuation, detection, sampler
 from treejax.audit.asked import Asked
 from treejax.audit.base import Check, Report
+from treejax.audit.elsewhere import refuse_inside
 from treejax.audit.envelope import Envelope
 from treejax.audit.plan import Plan, make_plan
 from treejax.audit.provenance import audited, made_with
@@ -60,7 +61,9 @@ class Work:
 
         Raises:
           ValueError: one line.
+          RuntimeError: one line: this is the fresh process of an audit.
         """
+        refuse_inside()
         settings = make_settings(asked)
         model: Model | None = None
         if isinstance(asked.model, Model):

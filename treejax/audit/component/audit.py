@@ -18,7 +18,7 @@ from treejax.audit.base import Check, Report
 from treejax.audit.component.block import WIDE, Block, Case, run_block
 from treejax.audit.component.controls import FAULTS, POISONS, Scene, Stand, poisoned
 from treejax.audit.component.operands import HYDRA, plant
-from treejax.audit.component.process import Job, can_travel, fresh_processes
+from treejax.audit.component.process import Job, fresh_processes
 from treejax.audit.component.repeats import repeats
 from treejax.audit.component.rig import Rig, as_policy
 from treejax.audit.component.rules import promise_of
@@ -36,6 +36,7 @@ from treejax.audit.component.tally import (
     protocol_row,
 )
 from treejax.audit.component.truth import Nodes, Step, errors, same_bits
+from treejax.audit.elsewhere import refuse_inside, why_it_stays
 from treejax.policies import Policy
 from treejax.progress import Advance, silent
 
@@ -61,6 +62,7 @@ def run(policies: Sequence[Policy], settings: Settings = FULL, advance: Advance 
     Raises:
       ValueError: an object that is no policy, or one that is given twice; one line.
     """
+    refuse_inside()
     subjects = _subjects(policies)
     clock = _Clock(advance, len(subjects), settings)
     first = Case.of(settings.shape, settings.seed, 0, 0)
@@ -70,7 +72,8 @@ def run(policies: Sequence[Policy], settings: Settings = FULL, advance: Advance 
             subject.rig.check(settings.shape, first.drawn, trees)
     cases = [[settings.seed, i, j] for i in range(len(SPLITS)) for j in range(settings.sets)]
     seeds = tuple(map(tuple, cases))
-    apart = [s for s in subjects if s.runs and can_travel(s.rig.policy)]
+    stays = {s.label: why_it_stays(s.rig.policy) for s in subjects if s.runs}
+    apart = [s for s in subjects if s.runs and stays[s.label] is None]
     job = Job(tuple(s.rig.policy for s in apart), settings.shape, seeds, settings.runs)
     steps = {s.rig.policy.implementation: s.rig.native() for s in subjects}
     with fresh_processes(job, settings.processes) as processes:
@@ -78,7 +81,7 @@ def run(policies: Sequence[Policy], settings: Settings = FULL, advance: Advance 
             _protocol(subjects, steps, settings, seeds, split, name, clock)
         _journeys(subjects, steps, settings, clock)
         _controls(subjects, steps, settings, clock)
-        repeats(subjects, apart, processes, settings, seeds, clock)
+        repeats(subjects, stays, processes, settings, seeds, clock)
     clock("component audit", 0)
     return Report(tuple(c for s in subjects for c in s.checks), _tables(subjects), _facts(settings))
 

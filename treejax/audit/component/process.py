@@ -2,30 +2,29 @@
 
 A process of its own compiles everything anew and shares no memory with this one. What it runs
 comes to it pickled, so the class of a policy must be importable there: one that was written into a
-notebook's cell is run again in this process, with its programs compiled anew, and the report says
-which it was.
+notebook's cell or a script is run again in this process, with its programs compiled anew, and the
+report says which it was.
 """
 
 import base64
 import contextlib
 import json
-import os
 import pickle
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
-
-import jax
 
 from treejax.audit.component.block import Case, run_block
 from treejax.audit.component.operands import Shape
 from treejax.audit.component.rig import Rig
+from treejax.audit.elsewhere import Unmade, ended, environment, make_again
 from treejax.audit.raised import said
 from treejax.policies import Policy
 
-WORK = "from treejax.audit.component.process import serve; serve()"
+WORK = "import sys; from treejax.audit.component.process import serve; serve(sys.argv[1])"
 
 
 class Job(NamedTuple):
@@ -54,63 +53,74 @@ def digests(job: Job) -> list[list[str] | str]:
     return [raised.get(at, each) for at, each in enumerate(made)]
 
 
-def can_travel(policy: Policy) -> bool:
-    """Whether a fresh process could make this object again."""
-    if type(policy).__module__ == "__main__":
-        return False
-    try:
-        return pickle.loads(pickle.dumps(policy)) == policy
-    except Exception:  # whatever its class does when it is pickled, it does not travel
-        return False
+class Parcel(NamedTuple):
+    """A job on its way: policies as they were pickled, each by itself, and the rest of it."""
+
+    policies: tuple[bytes, ...]
+    shape: Shape
+    seeds: tuple[tuple[int, ...], ...]
+    runs: int
 
 
-def serve() -> None:
-    """What a fresh process runs: a job from stdin, its digests to stdout."""
-    job = pickle.loads(base64.b64decode(sys.stdin.read()))
-    json.dump(digests(job), sys.stdout)
+def unpacked(parcel: Parcel) -> list[list[str] | str]:
+    """``digests``, in the fresh process; for a policy that it cannot make again, why not."""
+    made: list[Any] = []
+    for packed in parcel.policies:
+        try:
+            made.append(make_again(packed))
+        except Unmade as unmade:
+            made.append(str(unmade))
+    policies = tuple(each for each in made if not isinstance(each, str))
+    found = iter(digests(Job(policies, *parcel[1:])))
+    return [each if isinstance(each, str) else next(found) for each in made]
+
+
+def serve(answer: str) -> None:
+    """What a fresh process runs: a parcel from stdin, its digests to a file.
+
+    To a file, because what modules print when they are imported goes to stdout.
+    """
+    parcel = pickle.loads(base64.b64decode(sys.stdin.read()))
+    found = unpacked(parcel)
+    Path(answer).write_text(json.dumps(found), encoding="utf-8")
 
 
 class Fresh:
     """A process at work on a job."""
 
     def __init__(self, job: Job):
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        if jax.default_backend() == "gpu":  # this process may have taken most of the memory
-            environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-        self._out, self._err = (tempfile.TemporaryFile("w+") for _ in range(2))
+        parcel = Parcel(tuple(map(pickle.dumps, job.policies)), *job[1:])
+        self._count = len(job.policies)
+        self._folder = tempfile.TemporaryDirectory()
+        self._answer = Path(self._folder.name) / "answer"
+        self._err = tempfile.TemporaryFile("w+")
         self._process = subprocess.Popen(
-            [sys.executable, "-c", WORK],
-            env=environment,
+            [sys.executable, "-c", WORK, self._answer],
+            env=environment(),
             stdin=subprocess.PIPE,
-            stdout=self._out,
+            stdout=subprocess.DEVNULL,
             stderr=self._err,
             text=True,
         )
         assert self._process.stdin is not None
-        self._process.stdin.write(base64.b64encode(pickle.dumps(job)).decode())
+        self._process.stdin.write(base64.b64encode(pickle.dumps(parcel)).decode())
         self._process.stdin.close()
 
     def result(self) -> list[list[str] | str]:
-        """Wait for what ``digests`` gives there.
-
-        Raises:
-          RuntimeError: the process failed; its last line says why.
-        """
+        """Wait for what ``unpacked`` gives there; if nothing comes, why not, for each policy."""
         code = self._process.wait()
-        for file in (self._out, self._err):
-            file.seek(0)
-        if code:
-            said = self._err.read().strip().splitlines() or ["nothing"]
-            raise RuntimeError(f"a fresh process of the audit ended with {code}: {said[-1]}")
-        return json.load(self._out)
+        if self._answer.exists():
+            return json.loads(self._answer.read_text(encoding="utf-8"))
+        self._err.seek(0)
+        return [ended(code, self._err.read())] * self._count
 
     def close(self) -> None:
         """End it if it still runs."""
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait()
-        self._out.close()
         self._err.close()
+        self._folder.cleanup()
 
 
 @contextlib.contextmanager

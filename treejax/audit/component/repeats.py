@@ -1,6 +1,6 @@
 """Whether every run of a block gives the same bytes: again, compiled anew, in a fresh process."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from treejax.audit.component.process import Fresh, Job, digests
 from treejax.audit.component.settings import Settings
@@ -11,7 +11,7 @@ from treejax.audit.raised import failed
 
 def repeats(
     subjects: Sequence[Subject],
-    apart: Sequence[Subject],
+    stays: Mapping[str, str | None],
     processes: Sequence[Fresh],
     settings: Settings,
     seeds: Sequence[tuple[int, ...]],
@@ -20,20 +20,23 @@ def repeats(
     """Every run of every block must have given the same bytes.
 
     Args:
-      apart: the subjects that ``processes`` work on, in their order; others are run anew here.
+      stays: by label, why a subject is run anew in this process; None for those that
+        ``processes`` work on, in their order.
     """
+    apart = [label for label, why in stays.items() if why is None]
     results = [process.result() for process in processes]
     for subject in subjects:
         clock(f"{subject.label}: repeats")
         if not subject.runs:
             continue
-        if subject in apart:
-            others = [result[apart.index(subject)] for result in results]
+        why = stays[subject.label]
+        if why is None:
+            others = [result[apart.index(subject.label)] for result in results]
             note = f"in {len(results)} fresh processes"
         else:
             job = Job((subject.rig.policy,), settings.shape, tuple(seeds), settings.runs)
             others = [digests(job)[0] for _ in range(settings.processes)]
-            note = "compiled anew in this process: a fresh one cannot import its class"
+            note = f"compiled anew in this process: {why}"
         _compare(subject, others, note, settings, len(seeds))
 
 

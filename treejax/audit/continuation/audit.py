@@ -20,6 +20,7 @@ from treejax.audit.continuation.calibration import calibrate, depth_of, plain_of
 from treejax.audit.continuation.schedules import Course, End, compile_step, follow_schedule
 from treejax.audit.continuation.settings import FULL, SCHEDULES, Settings
 from treejax.audit.continuation.verdict import Tally
+from treejax.audit.elsewhere import refuse_inside
 from treejax.audit.envelope import LUMOTREE, Envelope
 from treejax.audit.faults.base import Fault
 from treejax.audit.prefixes import digest
@@ -54,6 +55,7 @@ def run(
       ValueError: one line: an envelope of another model, dtype, config or device, a subject whose
         stream is not plain's, or settings that the model has no room for.
     """
+    refuse_inside()
     for subject in subjects:
         _check_subject(subject, settings)
         settings.rows(model, depth_of(subject.drafter))  # refused before anything runs

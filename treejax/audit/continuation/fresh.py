@@ -4,7 +4,6 @@ The parent saves the engine half way, the model and the subject; the child resto
 the remaining steps and saves the last one; the parent measures that step like any other.
 """
 
-import os
 import pickle
 import subprocess
 import sys
@@ -18,9 +17,13 @@ import numpy as np
 
 from treejax.audit.continuation.schedules import Course, End, check_step, limits_of, step
 from treejax.audit.continuation.verdict import Tally
+from treejax.audit.elsewhere import Unmade, ended, environment, make_again, why_it_stays
+from treejax.audit.raised import failed, said
 from treejax.audit.step import Engine
 from treejax.model import Model
 from treejax.saving import restore_checkpoint, save_checkpoint
+
+RAISED = "raised"  # the child's file of one line
 
 
 def continue_elsewhere(course: Course, end: End, tally: Tally) -> None:
@@ -29,17 +32,11 @@ def continue_elsewhere(course: Course, end: End, tally: Tally) -> None:
     Args:
       end: what the schedule left in this process.
 
-    What another process cannot know, because it is defined in ``__main__``, is left out with a
-    note.
-
-    Raises:
-      ValueError: one line: the process failed.
+    What another process cannot make again, because it is defined in ``__main__``, is left out with
+    a note. A process that fails is a failed check.
     """
     model, subject = course.model, course.subject
-    kinds = subject.policy, subject.drafter, subject.rule
-    local = [type(kind).__name__ for kind in kinds if type(kind).__module__ == "__main__"]
-    if local:
-        why = f"{local[0]} is defined in __main__, where another process cannot find it"
+    if why := why_it_stays(subject):
         tally.left_out.append({"subject": subject.name, "left out": "fresh process", "why": why})
         return
     last = {"before": end.start, "after": end.engine, "shown": end.shown}
@@ -47,7 +44,7 @@ def continue_elsewhere(course: Course, end: End, tally: Tally) -> None:
         folder = Path(name)
         save_checkpoint(folder / "state", 0, end.saved)
         save_checkpoint(folder / "model", 0, model.params)
-        said = {
+        told = {
             "config": model.config,
             "subject": subject,
             "settings": course.settings,
@@ -57,18 +54,17 @@ def continue_elsewhere(course: Course, end: End, tally: Tally) -> None:
             "engine": _shapes(end.saved),
             "params": _shapes(model.params),
         }
-        (folder / "said").write_bytes(pickle.dumps(said))
-        # The parent may hold most of a GPU's memory: take what is needed, and no more.
-        environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        (folder / "told").write_bytes(pickle.dumps(told))
         done = subprocess.run(
             [sys.executable, "-m", "treejax.audit.continuation.fresh", name],
-            env=environment,
+            env=environment(),
             capture_output=True,
             text=True,
         )
-        if done.returncode:
-            reason = (done.stderr.strip() or "no message").splitlines()[-1]
-            raise ValueError(f"the fresh process of {subject.name} failed: {reason}")
+        if reason := _why_failed(folder, done):
+            where = {"schedule": "fresh process"}
+            tally.checks.append(failed("continuation", subject.name, where, reason))
+            return
         restored = restore_checkpoint(folder / "last", _shapes(last)).tree
         # Onto this process's default device, where compiled programs take them.
         made = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), restored)
@@ -81,19 +77,35 @@ def continue_elsewhere(course: Course, end: End, tally: Tally) -> None:
     check_step(course, there, limit, {"schedule": "fresh process", "cycle": index}, tally)
 
 
+def _why_failed(folder: Path, done: subprocess.CompletedProcess[str]) -> str | None:
+    """What the child said went wrong, or what it was when it could not say; None if nothing."""
+    if (folder / RAISED).exists():
+        return (folder / RAISED).read_text(encoding="utf-8")
+    if done.returncode or not (folder / "last").exists():
+        return ended(done.returncode, done.stderr)
+    return None
+
+
 def _shapes(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
 
-def main(name: str) -> None:
-    """The child: restore, step, save."""
-    folder = Path(name)
-    said = pickle.loads((folder / "said").read_bytes())
-    jax.config.update("jax_default_matmul_precision", said["precision"])
-    params = restore_checkpoint(folder / "model", said["params"]).tree
-    model, subject, settings = Model(params, said["config"]), said["subject"], said["settings"]
-    engine: Engine = restore_checkpoint(folder / "state", said["engine"]).tree
-    weights = subject.drafter.init(model, said["batch"], said["rows"]).weights
+def main(folder: Path) -> None:
+    """The child: restore, step, save; or say in one line what was raised."""
+    try:
+        _go_on(folder)
+    except Exception as error:  # a user's object may raise anything
+        reason = str(error) if isinstance(error, Unmade) else said(error)
+        (folder / RAISED).write_text(reason, encoding="utf-8")
+
+
+def _go_on(folder: Path) -> None:
+    told = make_again((folder / "told").read_bytes())
+    jax.config.update("jax_default_matmul_precision", told["precision"])
+    params = restore_checkpoint(folder / "model", told["params"]).tree
+    model, subject, settings = Model(params, told["config"]), told["subject"], told["settings"]
+    engine: Engine = restore_checkpoint(folder / "state", told["engine"]).tree
+    weights = subject.drafter.init(model, told["batch"], told["rows"]).weights
     before, shown = engine, None
     for index in range(settings.cycles // 2, settings.cycles):
         before = engine
@@ -103,4 +115,4 @@ def main(name: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(Path(sys.argv[1]))
