@@ -6,11 +6,13 @@ import math
 import audit_reports as made
 import numpy as np
 import pytest
+from rich.console import Console
 
 from treejax.audit.base import Check, Report
 from treejax.audit.report import (
     MOST_SHOWN,
     as_json,
+    headline,
     lines,
     nearest,
     part_of_bound,
@@ -20,6 +22,7 @@ from treejax.audit.report import (
     used,
     verdict,
 )
+from treejax.audit.text import checks_table, fitting
 
 
 def check(value, bound, at_least=False):
@@ -89,7 +92,8 @@ def test_a_report_of_nothing_is_red():
     """FC-26: an audit in which nothing ran proves nothing."""
     empty = Report(())
     assert not empty.green and verdict(empty).startswith("RED: nothing was checked")
-    assert str(empty).strip().endswith(verdict(empty))
+    assert headline(empty) == verdict(empty)
+    assert str(empty).splitlines() == [verdict(empty), "", "", verdict(empty)]
 
 
 def test_text_says_who_what_and_what_not():
@@ -97,14 +101,78 @@ def test_text_says_who_what_and_what_not():
     for part in ("python-11m <script>", "Planted faults", "KV remap", "Not audited", "bfloat16"):
         assert part in text
     assert "failed: component wy: outputs nan, at most 1e-06 [layer 2, row 7]" in text
-    assert text.rstrip().splitlines()[-1] == verdict(made.red(made.NAN))
     assert "\x1b" not in text
 
 
-def test_text_shows_some_failed_checks_and_counts_the_others():
-    text = str(made.red(*[made.NAN] * 57))
+def test_text_says_the_verdict_first_and_last():
+    count = len(made.checks())
+    for report, said in (
+        (made.green(), "passed, the nearest at 90 % of its bound"),
+        (made.red(made.NAN), "failed, the worst: outputs of wy"),
+        (made.red(made.REJECTED, made.NAN), "failed, the worst: outputs of wy"),
+        (Report((check(0.0, 0.0),)), "passed, all exactly"),
+    ):
+        first, *_, last = str(report).splitlines()
+        assert first == last == headline(report) and first.startswith(verdict(report))
+        assert first.endswith(said), first
+    green = str(made.green()).splitlines()
+    assert green[0].startswith(f"GREEN: all {count} checks of continuation, sampler, component")
+    (nearest,) = [line for line in green if line.startswith("nearest:")]
+    assert "component wy: states 9e-07, at most 1e-06 [layer 1]" in nearest
+
+
+def test_what_failed_is_in_full_and_no_kind_of_it_hides_another():
+    """Under the verdict, before anything that is green."""
+    text = str(made.red(*[made.NAN] * 57, made.REJECTED))
     assert text.count("failed: component") == MOST_SHOWN
-    assert f"and {57 - MOST_SHOWN} more" in text
+    assert f"and {57 - MOST_SHOWN} more of this kind, all of which report.json names" in text
+    assert "failed: sampler block: joint G-test 1e-09, at least 0.0001 [step 0]" in text
+    assert text.index("failed: sampler") < text.index("policies:")
+
+
+def test_equal_green_lines_are_one_and_what_failed_stands_by_itself():
+    names = "noticed: sibling", "noticed: stale path", "false alarms", "noticed: zero replay"
+    checks = [Check("component", "wy", name, {}, 1.0, 1.0, True) for name in names]
+    rows = checks_table(lines(Report(tuple(checks))))
+    assert [row["what"] for row in rows] == [
+        "noticed: sibling, stale path, zero replay; false alarms"
+    ]
+    assert rows[0]["checks"] == 4 and "failed" not in rows[0]
+    missed = Check("component", "wy", "noticed: wrong parent", {}, 0.5, 1.0, True)
+    other = Check("continuation", "wy", "noticed: other", {}, 1.0, 1.0, True)
+    rows = checks_table(lines(Report((*checks, missed, missed, other))))
+    assert [(row["what"], row["failed"]) for row in rows[1:]] == [
+        ("noticed: wrong parent", 2),
+        ("noticed: other", 0),
+    ]
+
+
+def test_text_fits_a_hundred_columns_whatever_is_in_it():
+    """Tables of many columns are turned, words are not cut; long ones are shortened and say so."""
+    long = "a policy that raised: " + "something went wrong " * 20
+    failed = Check("component", "wy", "ran to its end", {"while": long}, 0, 1, True, note=long)
+    few = tuple(
+        {"policy": name, **{f"column {i}": "calibration" for i in range(9)}} for name in "ab"
+    )
+    few[1]["column 3"] = "held-out and more of it, as texts go"
+    many = tuple(
+        {"row": i, "is": "equal", "split": "calibration", "at": 1 / (i + 1)} for i in range(99)
+    )
+    report = Report((*made.checks(), failed), (("few", few), ("many", many)), made.FACTS)
+    text = str(report)
+    assert max(map(len, text.splitlines())) <= 100
+    assert not any(line.endswith(" ") for line in text.splitlines())
+    assert " ".join(text.split()).count(" ".join(long.split())) == 2  # in full, in several lines
+    assert "many (is equal, split calibration)" in text and "and 39 rows more" in text
+    assert "few (column 0 calibration, " in text and "held-out and more of it" in text
+
+
+def test_a_table_that_is_too_wide_is_turned_if_that_fits():
+    console = Console(width=60)
+    wide = [{"policy": name, **{f"number {i}": i for i in range(8)}} for name in ("wy", "ring")]
+    assert [column.header for column in fitting(wide, console).columns] == ["policy", "wy", "ring"]
+    assert len(fitting(wide, Console(width=200)).columns) == 9
+    assert len(fitting(wide * 5, console).columns) == 9  # many rows stay rows
 
 
 def test_json_is_of_the_standard_and_holds_every_check():

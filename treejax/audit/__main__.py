@@ -19,14 +19,13 @@ from pallas_kernels.implementation import IMPLEMENTATIONS
 from treejax.ablation.figures import HINT, can_draw
 from treejax.audit.asked import AUDITS, DTYPES, Asked
 from treejax.audit.base import Report
-from treejax.audit.report import write_text
+from treejax.audit.text import as_text, write_text
 from treejax.audit.work import Work
 from treejax.cli.cache import use_compilation_cache
 from treejax.cli.guard import INTERRUPTED, Parser, run_command, say
 from treejax.cli.progress import progress
 
 NAME = "treejax.audit"
-_WIDTH = 160  # of tables that go into a file
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -124,7 +123,10 @@ def main(arguments: Sequence[str]) -> int:
 def show(work: Work, out: Path | None) -> Report:
     """Print the report as far as it came, and write it."""
     report = work.report()
-    write_text(report, Console(width=None if sys.stdout.isatty() else _WIDTH))
+    if sys.stdout.isatty():
+        write_text(report, Console())
+    else:
+        sys.stdout.write(as_text(report))
     if out is not None:
         report.save(out)
         if not can_draw():

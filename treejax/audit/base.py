@@ -96,15 +96,15 @@ class Report:
 
     def save(self, folder: str | Path) -> None:
         """Write report.txt, report.json and report.html into a folder, which is made."""
-        from treejax.audit import page, report  # both read this module
+        from treejax.audit import page, text  # both read this module
 
-        report.save(self, folder, page.page(self))
+        text.save(self, folder, page.page(self))
 
     def __str__(self) -> str:
         """The report as text."""
-        from treejax.audit import report
+        from treejax.audit import text
 
-        return report.as_text(self)
+        return text.as_text(self)
 
     def __repr__(self) -> str:
         """One line: a report may hold thousands of checks."""

@@ -1,26 +1,20 @@
-"""What a report says first, as data and as text; ``page`` says the same as HTML.
+"""What a report says first, as data; ``text`` and ``page`` show it.
 
 Nothing here decides anything: a verdict is the report's own, and every number was a check's.
 """
 
 import dataclasses
-import io
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from treejax.audit.base import Check, Report
 
 POWER = "detection power"  # what checks of planted faults measure
-MOST_SHOWN = 20  # failed checks that are shown one by one; report.json has them all
-_WIDTH = 160  # of report.txt
+MOST_SHOWN = 20  # failed checks of a kind that are shown one by one; report.json has them all
 _MOST_COLUMNS = 10
 
 
@@ -157,6 +151,26 @@ def verdict(report: Report) -> str:
     return f"RED: {failed:,} of {count} checks of {audits} failed"
 
 
+def headline(report: Report) -> str:
+    """``verdict``, and how near to its bound the nearest check came or which is the worst."""
+    said = verdict(report)
+    if not report.checks:
+        return said
+    worst = nearest(report.checks)
+    if not worst.green:
+        return f"{said}, the worst: {worst.name} of {worst.subject}"
+    part = used(worst)
+    return f"{said}, the nearest at {share(part)} of its bound" if part else f"{said}, all exactly"
+
+
+def failed_kinds(report: Report) -> list[list[Check]]:
+    """Failed checks that measured the same of the same subject, the worst first."""
+    kinds: dict[tuple[str, str, str], list[Check]] = {}
+    for check in report.red:
+        kinds.setdefault((check.audit, check.subject, check.name), []).append(check)
+    return [sorted(checks, key=used, reverse=True) for checks in kinds.values()]
+
+
 def place(check: Check) -> str:
     """Where a check's number comes from."""
     return ", ".join(f"{name} {value}" for name, value in check.where.items())
@@ -197,37 +211,17 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float | np.number) and not isinstance(value, bool)
 
 
-def write_text(report: Report, console: Console) -> None:
-    """The whole report: who was audited, verdict, worst numbers, tables, what is not covered."""
-
-    def say(line: str) -> None:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-    for name, value in report.facts.get("audited", {}).items():
-        say(f"{name + ':':<16}{show(value)}")
-    tight = tightness(report)
-    if tight is not None:
-        say(f"{'envelope:':<16}{tight_text(*tight)}")
-    for title, rows in (("checks", [line.row() for line in lines(report)]), *report.tables):
-        if rows:
-            console.print(make_table(title, rows))
-    missing = report.facts.get("not audited", ())
-    if missing:
-        say("Not audited:")
-    for line in missing:
-        say(f"  {line}")
-    for check in report.red[:MOST_SHOWN]:
-        say(f"failed: {check}")
-    if len(report.red) > MOST_SHOWN:
-        say(f"and {len(report.red) - MOST_SHOWN:,} more, all of which report.json names")
-    say(verdict(report))
-
-
 def shaped(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Few rows of many columns as many rows of few columns: a screen is narrow."""
-    first, *names = rows[0]
+    names = list(rows[0])[1:]
     if len(names) < _MOST_COLUMNS or len(rows) >= len(names):
         return [dict(row) for row in rows]
+    return turned(rows)
+
+
+def turned(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows as columns, under what the first column says of each."""
+    first, *names = rows[0]
     heads = [show(row[first]) for row in rows]
     if len(set(heads)) < len(heads):
         heads = [f"{head} ({at})" for at, head in enumerate(heads, 1)]
@@ -236,24 +230,6 @@ def shaped(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         {first: name, **dict(zip(heads, line, strict=True))}
         for name, line in zip(names, cells, strict=True)
     ]
-
-
-def make_table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
-    rows = shaped(rows)
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for name, value in rows[0].items():
-        side = "right" if is_number(value) else "left"
-        table.add_column(name, justify=side, overflow="fold")
-    for row in rows:
-        table.add_row(*(show(value) for value in row.values()))
-    return table
-
-
-def as_text(report: Report) -> str:
-    """The report as it stands in report.txt."""
-    file = io.StringIO()
-    write_text(report, Console(file=file, width=_WIDTH))
-    return file.getvalue()
 
 
 def as_json(report: Report) -> str:
@@ -273,12 +249,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Sequence | set | frozenset):
         return [_plain(each) for each in value]
     return str(value)
-
-
-def save(report: Report, folder: str | Path, page: str) -> None:
-    """report.txt, report.json and report.html (``page``) in a folder, which is made."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    files = {"report.txt": as_text(report), "report.json": as_json(report), "report.html": page}
-    for name, text in files.items():
-        (folder / name).write_text(text, encoding="utf-8")
