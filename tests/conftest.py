@@ -4,6 +4,7 @@ Shapes and dtypes of all ``typed`` functions are checked while they are traced. 
 ranks by accident is an error. Eight virtual CPU devices stand in for eight real ones.
 """
 
+import gc
 import importlib.util
 import os
 
@@ -31,17 +32,51 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("treejax")
 
 
+LESS = "jax_disable_most_optimizations"  # the setting; in capitals the environment variable
+
+
 def pytest_configure(config):
     config.addinivalue_line(
         "markers", "standard_promotion: optax mixes dtypes and ranks inside; allow it in this test"
     )
+    config.addinivalue_line(
+        "markers",
+        "compiles_fast: XLA leaves out most optimisations in this module, which halves the time it "
+        "compiles. For tests of tokens, trees and messages. Sums and products are then rounded "
+        "differently: not for tests of bits, of roundings or of tight bounds",
+    )
+
+
+def pytest_runtest_setup(item):
+    """``compiles_fast`` acts on whole modules: on one test it would do nothing, so it is refused."""
+    module = item.getparent(pytest.Module)
+    if item.get_closest_marker("compiles_fast") and not module.get_closest_marker("compiles_fast"):
+        pytest.fail("compiles_fast marks one test, expected a module: use pytestmark", False)
+
+
+def pytest_collection_finish():
+    """What is imported by now lives to the end: a full collection need not walk through it."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)  # tracing makes objects by the million, hardly any in cycles
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _give_back_programs():
-    """Compiled programs live as long as their process: without this it grows to several GB."""
-    yield
-    jax.clear_caches()
+def _programs(request):
+    """Compile as the module asks; and give the programs back, which would live as long as their
+    process: without this it grows to several GB.
+
+    Processes that a test starts compile as the test does.
+    """
+    before = jax.config.values[LESS]
+    with pytest.MonkeyPatch.context() as patch:
+        if request.node.get_closest_marker("compiles_fast"):
+            jax.clear_caches()  # of what was compiled while modules were imported
+            jax.config.update(LESS, True)
+            patch.setenv(LESS.upper(), "1")
+        yield
+        jax.config.update(LESS, before)
+        jax.clear_caches()
 
 
 @pytest.fixture(autouse=True)

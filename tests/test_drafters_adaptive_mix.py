@@ -20,6 +20,8 @@ from treejax.drafters.spine import draft_spine
 from treejax.sampling import Sampling, per_sequence
 from treejax.steps.select import Choice
 
+pytestmark = pytest.mark.compiles_fast
+
 LOOKUP = Lookup(longest=5, shortest=1, matches=4)
 
 

@@ -17,6 +17,8 @@ from treejax.drafters.candidates import drawn, top
 from treejax.drafters.vocabulary import frequent_tokens
 from treejax.sampling import Sampling, noise, per_sequence, process
 
+pytestmark = pytest.mark.compiles_fast
+
 LENGTHS = jnp.array((4, 9, 1), jnp.int32)
 MIXED = Sampling(temperature=np.array([2.0, 0.0, 2.0]), top_k=40)  # the second row is greedy
 

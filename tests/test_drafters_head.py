@@ -13,6 +13,8 @@ from treejax import layers
 from treejax.drafters import MTP
 from treejax.mtp import mtp_forward
 
+pytestmark = pytest.mark.compiles_fast
+
 forward = jax.jit(mtp_forward, static_argnames="config")
 scores = jax.jit(layers.logits)
 

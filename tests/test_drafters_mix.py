@@ -10,6 +10,8 @@ from lookup_oracle import groups, majority
 from treejax.drafters import MTP, Hydra, Lookup, MTPSuffix
 from treejax.drafters.topologies import parse
 
+pytestmark = pytest.mark.compiles_fast
+
 
 @pytest.mark.parametrize("spec", ["hydra27", "hydra2x3+0/5,1"])
 def test_mix_equals_head_and_lookup_oracle(spec):

@@ -21,6 +21,8 @@ from treejax.drafters import MTP, MTPTree, make_drafter
 from treejax.mtp import mtp_forward
 from treejax.sampling import Sampling, noise, per_sequence
 
+pytestmark = pytest.mark.compiles_fast
+
 PRESET, IDS, DEPTH = "qwen3_5", (3, 7, 11, 20, 41, 58), 3
 COUNTS = (6, 9, 11)  # tokens of the golden text that each sequence of the batch holds
 LENGTHS = (4, 9, 1)  # the same of made-up texts

@@ -13,6 +13,8 @@ from treejax import complete
 from treejax.drafters import Scripted
 from treejax.steps.select import Choice
 
+pytestmark = pytest.mark.compiles_fast
+
 VOCABULARY = 11  # small, so that wrong tokens often equal a later right one
 MODEL = SimpleNamespace(config=SimpleNamespace(vocab_size=VOCABULARY))
 KEY = jax.random.key(5)

@@ -18,6 +18,8 @@ from lookup_oracle import (
 
 from treejax.drafters import Lookup, ResponseStore, Suffix
 
+pytestmark = pytest.mark.compiles_fast
+
 MODEL = SimpleNamespace(config=None)
 ROOM, CAPACITY = 24, 64
 

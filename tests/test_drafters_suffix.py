@@ -24,6 +24,8 @@ from treejax.drafters.lookup import look_up
 from treejax.drafters.prefixes import walk
 from treejax.steps.select import Choice
 
+pytestmark = pytest.mark.compiles_fast
+
 ROOM = 40
 find = jax.jit(look_up, static_argnames=("settings", "depth"))
 add = jax.jit(append)

@@ -12,6 +12,8 @@ from treejax.engine import complete
 from treejax.model import Model
 from treejax.sampling import Sampling
 
+pytestmark = pytest.mark.compiles_fast
+
 PROMPTS = [[5, 9, 2, 9, 2, 11], [7, 7, 3]]
 EVERYTHING = Sampling(
     temperature=0.9,
