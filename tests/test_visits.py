@@ -19,7 +19,7 @@ from treejax.model import Model, prompt_blocks
 from treejax.policies import make_policy
 from treejax.sampling import Sampling
 from treejax.steps import visits
-from treejax.steps.many import MOST_STEPS, end_tokens, steps
+from treejax.steps.many import MOST_STEPS, end_tokens, one_step, steps
 from treejax.steps.prompt import variants
 from treejax.steps.rules import REGISTRY as RULES
 from treejax.steps.together import Carry, step
@@ -94,7 +94,6 @@ class Clock:
         self.now, self.ready, self.made = 0.0, 0.0, made
         self.asked = []
         monkeypatch.setattr(visits.time, "perf_counter", lambda: self.now)
-        monkeypatch.setattr(visits, "steps", self.steps)
         monkeypatch.setattr(visits, "_is_ready", lambda _: self.now >= self.ready)
         monkeypatch.setattr(visits.jax, "device_get", self.fetch)
 
@@ -112,7 +111,7 @@ class Clock:
 def test_visits_tell_who_waited_for_whom(monkeypatch):
     """Carry and left go from visit to visit; times by a clock that is set by hand."""
     clock = Clock(monkeypatch, 3)
-    ahead = visits.Visits([("a",), ("b",)], 0, 10, ("rest",))
+    ahead = visits.Visits(clock.steps, [("a",), ("b",)], 0, 10, ("rest",))
     ahead.ask(0, 3, [False, True])
     ahead.ask(1, 2, [False, False])
     assert ahead.under_way == 2 and ahead.carry == 2
@@ -152,6 +151,77 @@ def test_a_warm_up_runs_each_program_of_the_prompt_once():
     assert all(not count.any() and len(count) == 2 for _, count in made)
 
 
+@pytest.mark.parametrize(
+    ("count", "left", "ended", "rehearse"),
+    [
+        (1, [5, 3], [False, True], False),
+        (0, [5, 3], [False, False], False),
+        (1, [0, 0], [False, False], False),
+        (1, [0, 0], [False, False], True),
+    ],
+    ids=["one ended", "none asked for", "none left", "rehearsed"],
+)
+def test_one_step_without_a_loop_is_a_visit_of_one_step(count, left, ended, rehearse):
+    """But for a last bit, which a compiler may round otherwise, and spare rows, which any step may
+    write; also where no step is made."""
+    model, drafter = byte_model.model(), MTP("chain1")
+    begin = jax.jit(lambda: loop.init_state(model.config, 2, 64, policy=make_policy("wy", "xla")))
+    keys = jax.vmap(jax.random.key)(jnp.arange(2))
+    rest = keys, Sampling().prepared(model.config.vocab_size), np.bool_(False)
+    rest += end_tokens([set(), {3}]), np.array(ended), np.int32(count), np.bool_(rehearse)
+    made = []
+    for program in (steps, one_step):
+        draft = drafter.init(model, 2, 64)
+        carry = Carry(state=begin(), memory=draft.memory, pending=jnp.array([65, 66], jnp.int32))
+        given = model.config, drafter, RULES["match"], model.params, draft.weights, carry
+        made.append(jax.device_get(program(*given, jnp.array(left, jnp.int32), *rest)))
+    (many, left_many, visit), (one, left_one, single) = made
+    assert visit.made == single.made == int(bool(count) and (rehearse or any(left)))
+    assert left_many.tolist() == left_one.tolist()
+    if visit.made:
+        first = jax.tree.map(lambda rows: rows[:1], visit.emission)
+        jax.tree.map(np.testing.assert_array_equal, first, single.emission)
+        assert single.emission.count.tolist()[0][1] == 0
+    for mine, theirs in zip(*map(jax.tree.leaves, (many, one)), strict=True):
+        rows = [slice(64 if size == 64 + 1 else None) for size in mine.shape]
+        np.testing.assert_allclose(mine[*rows], theirs[*rows], rtol=1e-5, atol=1e-6)
+
+
+def test_a_text_is_the_same_by_visits_without_a_loop(monkeypatch):
+    """End tokens, budgets and wasted visits as by the loop."""
+    monkeypatch.setattr(loop, "choose_program", lambda model, count: (one_step, 1))
+    how = {"max_tokens": 34, "policy": "wy"}
+    for drafter in (None, MTP("2,1,1")):
+        made = complete(byte_model.model(), PROMPT, drafter=drafter, **how)
+        assert made.tokens == plain() and made.stats.visits == made.stats.steps
+    end = plain()[-10]
+    made = complete(byte_model.model(), PROMPT, drafter=None, stop=(end,), **how)
+    assert made.tokens in (plain()[: plain().index(end) + kept] for kept in (0, 1))
+    assert made.stats.finish_reason == "stop" and made.stats.wasted_steps <= 1
+
+
+def test_a_gpu_makes_the_steps_of_a_large_model_one_by_one(monkeypatch):
+    """What counts is what a layer weighs; a number that was asked for stays."""
+
+    @dataclasses.dataclass
+    class Weight:
+        nbytes: float
+
+    def sized(size):
+        return Model({"layers": [{"up": Weight(size)}] * 4, "embed": Weight(1e12)}, tiny.CONFIG)
+
+    class Device:
+        platform = "gpu"
+
+    assert visits.choose_program(sized(8e8), None) == (steps, None)  # a CPU
+    assert visits.choose_program(sized(8e8), 1) == (steps, 1)
+    monkeypatch.setattr(visits.jax, "devices", lambda: [Device])
+    assert visits.choose_program(sized(8e8), None) == (one_step, 1)
+    assert visits.choose_program(sized(2e8), None) == (steps, None)
+    assert visits.choose_program(sized(8e8), 4) == (steps, 4)
+    assert visits.choose_program(sized(2e8), 1) == (one_step, 1)
+
+
 def test_many_steps_lowered_for_a_gpu_hold_the_kernels_of_one():
     """And the loop around them holds nothing that runs on the host."""
     config, drafter = tiny.CONFIG, MTP("chain1")
@@ -167,6 +237,8 @@ def test_many_steps_lowered_for_a_gpu_hold_the_kernels_of_one():
     how = config, drafter, RULES["match"]
     one = lower_for_h200(functools.partial(step, *how), *both)
     many = lower_for_h200(functools.partial(steps, *how), *both, *visit)
-    kernels = [text.count("custom_call @mosaic_gpu") for text in (one, many)]
-    assert kernels[0] == kernels[1] > 0
+    queued = lower_for_h200(functools.partial(one_step, *how), *both, *visit)
+    kernels = [text.count("custom_call @mosaic_gpu") for text in (one, many, queued)]
+    assert kernels[0] == kernels[1] == kernels[2] > 0
     assert "stablehlo.while" in many and "callback" not in many
+    assert "stablehlo.while" not in queued and "callback" not in queued

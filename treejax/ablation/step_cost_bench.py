@@ -23,10 +23,11 @@ from treejax.drafters.scripted import Script
 from treejax.model import Model
 from treejax.sampling import Sampling
 from treejax.state import State, abstract_state
-from treejax.steps.many import Visit, end_tokens, steps
+from treejax.steps.many import Visit, end_tokens
 from treejax.steps.rules import rule_for
 from treejax.steps.select import Choice
 from treejax.steps.together import Carry, Emission
+from treejax.steps.visits import choose_program
 from treejax.tree import Tree
 
 NO_END = 1 << 30
@@ -38,7 +39,8 @@ class Bench:
 
     Attributes:
       rows: tokens that the state has room for.
-      looped: whether the loop's program of many steps is there too; not with a change undone.
+      looped: whether the loop's own program is there too; not with a change undone.
+      steps_a_visit: that the loop makes by that program.
       compile_s: seconds to lower and compile, by program, once compiled.
       temporary_bytes: of the whole step, beside arguments and results.
       carry: None while no state is held.
@@ -71,6 +73,9 @@ class Bench:
         self._weights: Any = None
         self.whole: Whole = make_whole(arm, self.rule, config)
         self._ends = end_tokens([set()] * batch)
+        # Where the loop would find out by its clock, two: steps of 14 to 20 ms.
+        self._loop, chosen = choose_program(model, None)
+        self.steps_a_visit = chosen or 2
 
     # What is held
 
@@ -114,10 +119,10 @@ class Bench:
         return int(np.asarray(jax.device_get(self.step()).count).sum())
 
     def loop(self, count: int) -> Visit:
-        """``count`` steps in one program, as the loop makes them between two visits."""
+        """``count`` steps, as the loop makes them between two visits."""
         left = jnp.full(self.batch, NO_END, jnp.int32)
         how = self.model.config, self.drafter, self.rule, self.model.params, self._weights
-        self.carry, _, visit = steps(
+        self.carry, _, visit = self._loop(
             *(*how, self.held, left, self.keys, self.sampling, np.bool_(False), self._ends),
             *(np.zeros(self.batch, bool), np.int32(count), np.bool_(False)),
         )
@@ -226,7 +231,7 @@ class Bench:
 
     def _lower_loop(self, params: Any, weights: Any, carry: Any) -> Any:
         flag, one = np.bool_(False), jax.ShapeDtypeStruct((self.batch,), jnp.int32)
-        return steps.lower(
+        return self._loop.lower(
             *(self.model.config, self.drafter, self.rule, params, weights, carry, one),
             *(self.keys, self.sampling, flag, self._ends),
             *(np.zeros(self.batch, bool), np.int32(0), flag),

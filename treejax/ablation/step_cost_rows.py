@@ -18,7 +18,6 @@ from treejax.ablation.step_cost_timing import (
     LOOP,
     PHASES,
     STEP,
-    STEPS_A_VISIT,
     VISIT,
     Entry,
     Key,
@@ -98,9 +97,9 @@ def row_measures(
     }
     if bench.looped:
         looped = times[Key(arm.name, context, LOOP, typical)]
-        made |= {"loop_ms": looped.median, "decoding": f"{STEPS_A_VISIT} steps a visit"}
+        made |= {"loop_ms": looped.median, "decoding": _visits(bench.steps_a_visit)}
     else:
-        made["decoding"] = "a step a visit"
+        made["decoding"] = "a step a visit, waited for"
     # Whole decoding: the loop's own program, where it is there for both.
     part = LOOP if bench.looped else VISIT
     plain_rate = bench.batch / times[Key(PLAIN, context, part, 1)].median
@@ -115,6 +114,10 @@ def row_measures(
             f"speedup_{name}": tokens / own / plain_rate,
         }
     return made
+
+
+def _visits(count: int) -> str:
+    return f"{count} steps a visit, one ahead" if count > 1 else "a step a visit, one ahead"
 
 
 def medians(rows: Sequence[Row], names: Sequence[str]) -> dict[str, Any]:

@@ -25,8 +25,6 @@ STEP, VISIT, LOOP = "step", "visit", "loop"
 SHORT = 0.002
 """Seconds of a call below which a sample has as many as may wait for a device: what the copy's own
 time varies by is divided among them."""
-STEPS_A_VISIT = 2
-"""Of the loop: what it chooses itself where a step takes 14 to 20 ms."""
 PHASES = ("draft", "verify", "select", "publish")
 
 
@@ -144,8 +142,8 @@ def _loop(bench: Bench, context: int, length: int) -> Entry:
     def run(calls: int) -> Callable[[], Any]:
         bench.rewind(context, length)
         asked: list[Visit] = []
-        for done in range(0, calls, STEPS_A_VISIT):
-            asked.append(bench.loop(min(STEPS_A_VISIT, calls - done)))
+        for done in range(0, calls, bench.steps_a_visit):
+            asked.append(bench.loop(min(bench.steps_a_visit, calls - done)))
             if len(asked) > 1:
                 fetch(asked.pop(0))
         return lambda: fetch(asked.pop())

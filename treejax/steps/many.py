@@ -5,6 +5,10 @@ host would do: count down what each sequence may still emit, and end a sequence 
 its end tokens. The emissions are kept, a row a step, until the host fetches them. How many steps
 are made is data: one program serves all. What needs text, a stop string, only the host can see;
 until it has, the device goes on.
+
+A GPU asks the host before every turn of a loop, and until the last one the host can hand over
+nothing else. ``one_step`` is therefore a visit of one step without a loop: where a step takes
+longer than handing one over, visits that were asked for ahead follow each other without a gap.
 """
 
 import functools
@@ -33,8 +37,8 @@ class Visit(struct.PyTreeNode):
     """What the host fetches.
 
     Attributes:
-      emission: the emissions of all steps, with a leading axis of ``MOST_STEPS``; zeros in rows
-        that were not made.
+      emission: the emissions of all steps, with a leading axis of ``MOST_STEPS``, or 1 of
+        ``one_step``; zeros in rows that were not made.
       made: [] int32 how many steps were made.
     """
 
@@ -93,18 +97,69 @@ def steps(
 
     def advance_once(at: tuple[Carry, Array, Visit]) -> tuple[Carry, Array, Visit]:
         carry, left, visit = at
-        carry, emission = advance(
-            *(config, drafter, rule, params, weights, carry, left - 1),
-            *(keys, sampling, want_logprobs),
-        )
+        carry, left, emission = turn(carry, left)
         kept = jax.tree.map(
             lambda rows, row: lax.dynamic_update_index_in_dim(rows, row, visit.made, 0),
             *(visit.emission, emission),
         )
-        return carry, _left_after(left, emission, ends), Visit(kept, visit.made + 1)
+        return carry, left, Visit(kept, visit.made + 1)
 
+    how = keys, sampling, want_logprobs, ends
+    turn = functools.partial(_turn, config, drafter, rule, params, weights, *how)
     left = jnp.where(ended, 0, left)
     return lax.while_loop(wanted, advance_once, (carry, left, Visit(nothing, jnp.int32(0))))
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("config", "drafter", "rule"),
+    donate_argnames=("carry", "left"),
+)
+def one_step(
+    config: ModelConfig,
+    drafter: Any,
+    rule: Rule,
+    params: layers.Params,
+    weights: Any,
+    carry: Carry,
+    left: Array,
+    keys: Array,
+    sampling: Sampling,
+    want_logprobs: Array,
+    ends: Array,
+    ended: Array,
+    count: Array,
+    rehearse: Array,
+) -> tuple[Carry, Array, Visit]:
+    """``steps`` for a ``count`` of 0 or 1; the step runs, without effect, even if none is made."""
+    left = jnp.where(ended, 0, left)
+    asked = jnp.where(count > 0, left, 0)
+    made = (count > 0) & (rehearse | jnp.any(left > 0))
+    how = keys, sampling, want_logprobs, ends
+    carry, after, emission = _turn(config, drafter, rule, params, weights, *how, carry, asked)
+    emission = jax.tree.map(lambda row: row[None], emission)
+    return carry, jnp.where(count > 0, after, left), Visit(emission, made.astype(jnp.int32))
+
+
+def _turn(
+    config: ModelConfig,
+    drafter: Any,
+    rule: Rule,
+    params: layers.Params,
+    weights: Any,
+    keys: Array,
+    sampling: Sampling,
+    want_logprobs: Array,
+    ends: Array,
+    carry: Carry,
+    left: Array,
+) -> tuple[Carry, Array, Emission]:
+    """One step, and what is left after it."""
+    carry, emission = advance(
+        *(config, drafter, rule, params, weights, carry, left - 1),
+        *(keys, sampling, want_logprobs),
+    )
+    return carry, _left_after(left, emission, ends), emission
 
 
 def _left_after(left: Array, emission: Emission, ends: Array) -> Array:
