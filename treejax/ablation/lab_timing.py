@@ -71,16 +71,21 @@ def make_lead() -> Lead | None:
 
 
 def copy_bandwidth() -> float:
-    """Bytes a second that a copy through XLA moves, read and written: the median of seven samples.
+    """Bytes a second that a copy through XLA moves, read and written: the median of five samples.
 
-    On a GPU a sample is a dozen copies queued behind others: one alone lasts a millisecond, of
-    which a quarter would be the host's.
+    A sample is what many copies in a row take longer than few: one alone lasts a millisecond on a
+    GPU, a quarter of which is the host's.
     """
-    lead = make_lead()
-    copy, moved = time_copy(LEAD_BYTES if lead else 2**26)
-    copy.run(1)()
-    copy.lead, copy.calls = lead, Lead.STEPS if lead else 1
-    return moved / statistics.median(copy.sample() for _ in range(7))
+    few, many = (8, 28) if jax.devices()[0].platform == "gpu" else (1, 3)
+    copy, moved = time_copy(LEAD_BYTES if many > 3 else 2**26)
+
+    def seconds(calls: int) -> float:
+        copy.calls = calls
+        return calls * copy.sample()
+
+    seconds(few)
+    longer = [seconds(many) - seconds(few) for _ in range(5)]
+    return (many - few) * moved / statistics.median(longer)
 
 
 def time_step(bench: Bench, steps: Sequence[Step], memory: int, label: str = "step") -> Timed:

@@ -145,7 +145,7 @@ class Run:
         copy = self._copy
         entries = [copy, *(entry for _, entry in timed)]
         for entry in entries:
-            choose_calls(entry, None if entry is copy else self._lead)
+            choose_calls(entry, self._lead)
         summaries = measure_rounds(entries, self.settings.repeats, over, lambda done: None)
         for row, _ in timed:
             row.time = summaries[row.name]
