@@ -103,12 +103,6 @@ def test_random_shapes_are_audited():
     assert {row["shape"] for row in report.tables[1][1]} == {str(TINY), str(shape)}
 
 
-def test_a_users_policy_is_audited_in_one_call():
-    report = run([audited.Own()])
-    assert report.green, report.red
-    assert report.tables[0][1][1]["gated by"] == "solved / rebuilt"
-
-
 @pytest.mark.parametrize(
     "policy, found",
     [
@@ -146,11 +140,14 @@ def test_fresh_processes_give_the_same_bytes_or_are_red():
     assert check.note == "6 runs of 2 blocks, in 1 fresh processes"
 
 
-def test_a_class_that_cannot_travel_is_run_anew_here_and_the_report_says_so(monkeypatch):
+def test_a_users_policy_of_a_notebook_is_audited_in_one_call(monkeypatch):
+    """Its class cannot travel: it is run anew here, and the report says so."""
     monkeypatch.setattr(audited.Own, "__module__", "__main__")
     report = run([audited.Own()], settings=dataclasses.replace(SETTINGS, processes=1))
+    assert report.green, report.red
+    assert report.tables[0][1][1]["gated by"] == "solved / rebuilt"
     (check,) = [check for check in report.checks if check.name == "runs whose bytes differ"]
-    assert report.green and "Own is defined in __main__, which a fresh process cannot import" in check.note
+    assert "Own is defined in __main__, which a fresh process cannot import" in check.note
 
 
 @pytest.mark.parametrize(

@@ -96,15 +96,6 @@ def test_a_lossy_rule_is_red_with_its_distance():
     assert row["verdict"] == "lossy" and row["total variation"] > 0.3
 
 
-def test_steps_of_a_model_are_walked_through():
-    settings = dataclasses.replace(SMALL, worlds=(), steps=1, seeds=1)
-    report = sampler.run(MODEL, [Match()], settings)
-    assert report.facts["sampler"]["worlds"] == ["step 2"]
-    assert report.facts["sampler"]["captured steps"] == "1 of one generation"
-    assert report.green, report.red
-    assert {check.where.get("world") for check in report.checks} == {None, "step 2"}
-
-
 def test_rules_that_serve_several_kinds_are_audited_for_each():
     full = sampler.Settings()
     names = [name_of(one) for one in sampler.samplers_of(WithoutReplacement(), full)]

@@ -9,6 +9,8 @@ import sampling_oracle
 import tiny
 from scipy import stats
 
+from treejax.audit import sampler
+from treejax.audit.prefixes import prefixes
 from treejax.audit.sampler.capture import TOKENS, capture
 from treejax.audit.sampler.faults.base import Sampler
 from treejax.audit.sampler.g_test import g_test, survival
@@ -139,15 +141,23 @@ def test_streams_are_those_of_plain_and_the_trees_are_accepted():
     assert accepted > 0.8
 
 
-def test_captured_steps_hold_rows_of_the_model_and_walk_by_their_law():
-    worlds = capture(MODEL, [3, 1, 4, 1, 5], 2, seed=0)
+def test_captured_steps_hold_rows_of_the_model_and_are_walked_through_by_their_law():
+    """By the audit itself, which captures the same steps."""
+    few = {"walks": 4000, "seeds": 1, "trees": ((3, 3),)}
+    settings = dataclasses.replace(sampler.Settings.quick(), worlds=(), steps=2, **few)
+    (prompt,) = prefixes(MODEL, "held-out", 1, 64, settings.seed)
+    worlds = capture(MODEL, prompt, settings.steps, settings.seed)
     assert [world.name for world in worlds] == ["step 2", "step 4"]
     for world in worlds:
         assert world.target.shape == world.draft.shape == (10, TOKENS)
         assert world.joint()[1] > CLEAR and np.isfinite(world.draft).all()
         for row in range(1, world.tree.capacity):  # the tree's own tokens lead down it
             assert row in world.after[world.tree.parents[row]]
-        tokens, _ = take_walks(world, MATCH, keys_of(4000, 7))
-        outcomes = g_tests(tokens, world.joint()[0], world.vocabulary)
-        assert len(outcomes) >= 3 and min(one.p for one in outcomes) > 1e-5
     assert worlds[0].shape(True) is CHAIN
+    report = sampler.run(MODEL, [Match()], settings)
+    assert report.green, report.red
+    assert report.facts["sampler"]["worlds"] == ["step 2", "step 4"]
+    assert report.facts["sampler"]["captured steps"] == "2 of one generation"
+    assert {check.where.get("world") for check in report.checks} == {None, "step 2", "step 4"}
+    tests = [check for check in report.checks if "G-test" in check.name]
+    assert len(tests) >= 3 and min(check.value for check in tests) > 1e-5

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treejax.audit.continuation.limits import FREE, OUT, limited, with_limits
+from treejax.audit.continuation.lengths import free, runnable
+from treejax.audit.continuation.limits import FREE, OUT, limited
 from treejax.audit.continuation.settings import Settings
 from treejax.audit.continuation.verdict import WORDS, Tally
 from treejax.audit.decoding import STRIDE, Going, decode_stride, follow_stride
@@ -59,7 +60,7 @@ def run(
     engine = engine_of(subject, start, plain.tokens[:, 0])
     total, alive = np.zeros(batch, np.int64), np.ones(batch, bool)
     emitted: list[list[int]] = [[] for _ in texts]  # since plain was last brought up
-    runs = with_limits(subject)
+    runs, alone = runnable(subject), free(subject, weights, batch)
     index = 0
     for index in itertools.count():
         done = total >= each
@@ -73,7 +74,7 @@ def run(
             emitted = [[] for _ in texts]
             plain = decode_from(model, native.start, drafter.max_depth + 1, by=drafter, **how)
         after, shown = cycle(
-            *(model.config, runs, model.params, weights, engine, keys, drawn),
+            *(model.config, runs, model.params, alone, engine, keys, drawn),
             *(limited(jnp.asarray(limit, jnp.int32)), jnp.int32(0)),
         )
         tokens, count = np.asarray(shown.tokens), np.asarray(shown.count)

@@ -12,7 +12,16 @@ import numpy as np
 
 from treejax.audit.continuation.calibration import depth_of
 from treejax.audit.continuation.controls import cut
-from treejax.audit.continuation.limits import FREE, OUT, ROOT, limited, with_limits
+from treejax.audit.continuation.lengths import (
+    Prompted,
+    deepest,
+    free,
+    plan_of,
+    runnable,
+    told,
+    unread,
+)
+from treejax.audit.continuation.limits import FREE, OUT, ROOT, limited
 from treejax.audit.continuation.settings import Settings
 from treejax.audit.continuation.verdict import Tally
 from treejax.audit.intake import NATIVE, Start, engine_of, history_of, take_in
@@ -75,9 +84,14 @@ def step(
     engine: Engine,
     limit: np.ndarray,
 ) -> tuple[Engine, Cycle]:
-    """One step of a subject; ``limit`` [B] is ``ROOT``, ``OUT`` or ``FREE``."""
+    """One step of a subject; ``limit`` [B] is ``ROOT``, ``OUT`` or ``FREE``.
+
+    ``weights`` are the drafter's, or what a script is told.
+    """
+    if not isinstance(weights, Prompted):
+        weights = free(subject, weights, engine.state.batch)
     return cycle(
-        *(model.config, with_limits(subject), model.params, weights, engine, settings.keys()),
+        *(model.config, runnable(subject), model.params, weights, engine, settings.keys()),
         settings.sampling.prepared(model.config.vocab_size),
         limited(jnp.asarray(limit, jnp.int32)),
         jnp.int32(0),
@@ -93,7 +107,7 @@ def compile_step(model: Model, subject: Subject, settings: Settings) -> None:
     history = history_of([[0]] * batch, model.config, settings.sampling)
     start = Start(state, draft, jnp.zeros((batch, model.config.vocab_size)), history)
     cycle.lower(
-        *(model.config, with_limits(subject), model.params, draft.weights),
+        *(model.config, runnable(subject), model.params, free(subject, draft.weights, batch)),
         *(engine_of(subject, start, nothing), settings.keys()),
         settings.sampling.prepared(model.config.vocab_size),
         *(limited(jnp.asarray(nothing, jnp.int32)), jnp.int32(0)),
@@ -132,8 +146,31 @@ def _at_the_prompt(memory: Any, empty: Any) -> Any:
     )
 
 
+def follow_lengths(course: Course, schedule: str, tally: Tally) -> End:
+    """Steps in which paths of every length are published: the draft is scripted."""
+    subject, plain, settings = course.subject, course.plain, course.settings
+    engine, weights = start_of(course, schedule)
+    batch, depth, by = len(course.texts), deepest(subject.drafter), unread(subject)
+    offset, alive = np.zeros(batch, np.int64), np.ones(batch, bool)
+    limit, end = np.full(batch, FREE + subject.drafter.max_depth), None
+    for index, right in enumerate(plan_of(batch, depth)):
+        where = {"schedule": schedule, "cycle": index}
+        window = offset[:, None] + np.arange(depth + 1)[None, :]
+        answers = plain.tokens[np.arange(batch)[:, None], window]
+        said = told(weights, answers, right, index)
+        after, shown = step(by, course.model, settings, said, engine, limit)
+        end = End(weights, engine, after, shown, offset, offset, alive, None)
+        made, alive = check_step(course, end, limit, where, tally)
+        end = end._replace(offset=made)
+        engine, offset = after, np.where(alive, made, 0)
+    assert end is not None  # there is a path of length 0
+    return end
+
+
 def follow_schedule(course: Course, schedule: str, tally: Tally) -> End:
     """All cycles of a schedule."""
+    if schedule == "lengths":
+        return follow_lengths(course, schedule, tally)
     model, settings = course.model, course.settings
     subject, batch, saved = course.subject, len(course.texts), None
     engine, weights = start_of(course, schedule)

@@ -6,15 +6,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from treejax.audit.continuation.lengths import plan_of
 from treejax.audit.prefixes import Split, prefixes
 from treejax.loop import state_rows
 from treejax.model import Model
 from treejax.sampling import Sampling
 from treejax.shapes import Array
 
-SCHEDULES = ("cold", "primed", "resumed")
+SCHEDULES = ("cold", "primed", "lengths", "resumed")
 """How a prefix came to be in the state: at once; half of it, then token by token by the subject,
-then the rest; at once, and half of the cycles later saved, and restored into a fresh state."""
+then the rest; at once, and then paths of every length are published, on purpose; at once, and half
+of the cycles later saved, and restored into a fresh state."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +26,8 @@ class Settings:
     Attributes:
       prefixes: held-out sequences, all in one batch; as many calibrate.
       length: tokens of the longest; each is ``shorter`` tokens shorter than the one before it.
-      cycles: steps a schedule; the last one verifies the root alone.
+      cycles: steps a schedule; the last one verifies the root alone. ``lengths`` has as many as its
+        lengths take.
       schedules: of ``SCHEDULES``.
       factor: bounds are the floor plus this many times the controls' largest distance.
       long_tokens: tokens of the long run, 0 for none; its steps are measured every ``long_every``.
@@ -87,7 +90,8 @@ class Settings:
 
     def tokens(self, depth: int) -> int:
         """Tokens that plain must know for all cycles of trees of a depth."""
-        return (self.cycles + 1) * (depth + 1)
+        lengths = 1 + plan_of(self.prefixes, depth)
+        return max(self.cycles * (depth + 1), int(lengths.sum(axis=0).max())) + depth + 1
 
     def rows(self, model: Model, depth: int) -> int:
         """Rows of a state for that.

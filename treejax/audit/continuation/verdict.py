@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from treejax.audit.base import Check
+from treejax.audit.continuation.lengths import deepest
 from treejax.audit.envelope import LUMOTREE, Envelope
 from treejax.audit.raised import guarded
 from treejax.audit.reference import Plain
@@ -50,7 +51,7 @@ class Tally:
             "proposals at a near tie": 0,
         }
         self.envelope, self.name = envelope, subject.name
-        self._most_rows = subject.drafter.max_depth + 1
+        self._most_rows = deepest(subject.drafter) + 1
         self._published: set[int] = set()
         self._config = model.config
         self._worst: dict[str, tuple[float, float, float]] = {}
