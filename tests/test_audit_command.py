@@ -21,7 +21,9 @@ import treejax
 from treejax.audit import __main__ as command_module
 from treejax.audit import work
 from treejax.audit.base import Report
+from treejax.audit.faults import REGISTRY as ENGINE_FAULTS
 from treejax.audit.raised import RAISED
+from treejax.audit.sampler.faults import REGISTRY as SAMPLER_FAULTS
 from treejax.audit.whole import run as run_audits
 from treejax.cli.guard import run_command
 from treejax.drafters import MTP
@@ -211,6 +213,22 @@ def test_faults_are_planted_where_they_must_be_caught(command, calls):
     assert set(calls.given) == {"continuation", "detection"}
     status, _, err = command("continuation", "--quick", "--fault", "same_coin")
     assert status == 2 and "fault 'same_coin' cannot act in the audit continuation" in err
+
+
+def test_faults_are_listed_with_what_each_does(command, calls):
+    """The names that --fault takes, no more and no fewer; an unknown name names them all too."""
+    status, shown, err = command("--list-faults")
+    assert (status, err, calls.given) == (0, "", {})
+    listed, known = {}, {**ENGINE_FAULTS, **SAMPLER_FAULTS}
+    for line in shown.splitlines():
+        if line.startswith("  "):
+            name, _, says = line.strip().partition("  ")
+            listed[name] = says.strip()
+    assert listed == {name: fault.says for name, fault in known.items()}
+    assert all(listed.values()) and max(map(len, shown.splitlines())) <= 120
+    assert "--list-faults" in command("--help")[1]
+    _, _, err = command("--fault", "nope")
+    assert ", ".join(known) in err and "--list-faults says what each does" in err
 
 
 def test_interpreted_kernels_are_audited_if_asked_for(command, calls):

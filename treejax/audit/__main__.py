@@ -3,6 +3,7 @@
     python -m treejax.audit --quick
     python -m treejax.audit continuation --policy wy --drafter mtp:chain3 --out runs/audit
     python -m treejax.audit --faults
+    python -m treejax.audit --list-faults
 
 Tables and a verdict go to stdout, progress to stderr. DIR gets report.txt, report.json and
 report.html. Exit status 1 if the audit is red, or did not end; 130 if it was interrupted.
@@ -17,7 +18,7 @@ from rich.console import Console
 
 from pallas_kernels.implementation import IMPLEMENTATIONS
 from treejax.ablation.figures import HINT, can_draw
-from treejax.audit.asked import AUDITS, DTYPES, Asked
+from treejax.audit.asked import AUDITS, DTYPES, FAULTS, Asked
 from treejax.audit.base import Report
 from treejax.audit.text import as_text, write_text
 from treejax.audit.work import Work
@@ -39,7 +40,14 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--quick", action="store_true", help="a minute instead of a proof")
     parser.add_argument("--faults", action="store_true", help="plant every fault as well")
-    parser.add_argument("--fault", metavar="NAMES", help="plant only these: NAME,NAME")
+    parser.add_argument(
+        "--fault", metavar="NAMES", help="plant only these: NAME,NAME; see --list-faults"
+    )
+    parser.add_argument(
+        "--list-faults",
+        action="store_true",
+        help="list the faults that can be planted and what each does, and do nothing else",
+    )
     parser.add_argument("--time-limit", type=float, metavar="S", help="give up after S seconds")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write the report there")
     who = parser.add_argument_group("who is audited")
@@ -92,12 +100,26 @@ def read_options(options: argparse.Namespace) -> Asked:
     )
 
 
+def list_faults() -> str:
+    """Every fault that can be planted: its name and what it does, by the audit that must catch
+    it."""
+    lines = []
+    for audit, faults in FAULTS.items():
+        width = max(map(len, faults))
+        lines += ["", f"faults that the {audit} audit must catch:"]
+        lines += [f"  {name:<{width}}  {fault.says}" for name, fault in faults.items()]
+    return "\n".join(lines[1:]) + "\n"
+
+
 def _names(text: str | None) -> tuple[str, ...]:
     return () if text is None else tuple(name.strip() for name in text.split(","))
 
 
 def main(arguments: Sequence[str]) -> int:
     options = make_parser().parse_args(arguments)
+    if options.list_faults:
+        sys.stdout.write(list_faults())
+        return 0
     asked = read_options(options)
     out: Path | None = options.out
     if out is not None:

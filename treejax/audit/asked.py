@@ -1,7 +1,9 @@
 """What a user asks the audits for, and whether every part of it can act (FC-26)."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from pallas_kernels.implementation import resolve
 from treejax.audit.faults import REGISTRY as ENGINE_FAULTS
@@ -15,7 +17,10 @@ from treejax.steps.rules.base import Rule
 AUDITS = ("component", "continuation", "sampler")
 DTYPES = ("float32", "bfloat16")
 
-FAULTS = {"continuation": ENGINE_FAULTS, "sampler": SAMPLER_FAULTS}
+FAULTS: dict[str, Mapping[str, Any]] = {
+    "continuation": ENGINE_FAULTS,
+    "sampler": SAMPLER_FAULTS,
+}
 """What can be planted, by the audit that must catch it."""
 
 _ACTS: dict[str, tuple[str, ...]] = {
@@ -94,7 +99,10 @@ class Asked:
         for name in self.faults or ():
             known = [known for faults in FAULTS.values() for known in faults]
             if name not in known:
-                raise ValueError(f"fault {name!r} is unknown, expected of: {', '.join(known)}")
+                raise ValueError(
+                    f"fault {name!r} is unknown, expected of: {', '.join(known)}; --list-faults "
+                    "says what each does"
+                )
             (audit,) = (audit for audit, faults in FAULTS.items() if name in faults)
             if audit not in self.chosen:
                 raise ValueError(
