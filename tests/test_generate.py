@@ -20,6 +20,8 @@ from treejax.engine import Piece, complete
 from treejax.policies import REGISTRY
 from treejax.stats import Stats
 
+pytestmark = pytest.mark.compiles_fast
+
 PROMPT = "print(1)"
 
 
@@ -81,6 +83,16 @@ def test_fc26_all_defaults_run_end_to_end_and_the_summary_tells(command):
     length = f"{1 + accepted / drafts:.2f} tok/draft = 1 + {accepted}/{drafts}"
     assert lines["acceptance"].startswith(length) and nodes >= drafts >= 1
     assert re.match(r"equal 40/40   (R .*|R, C, K bitwise equal)", lines["check"])
+
+
+def test_nothing_asked_for_is_one_line_and_no_table(command):
+    """The figures that were asked for are all there, and all 0."""
+    status, out, err = command("--prompt", PROMPT, "--max-tokens", "0")
+    assert (status, out) == (0, "")
+    said = "nothing was generated: --max-tokens is 0, expected 1 or more for a text"
+    assert err == f"treejax.generate: {said}\n"
+    status, out, err = command("--prompt", PROMPT, "--max-tokens", "0", "--stats", "json")
+    assert (status, out, json.loads(err)["tokens"]) == (0, "", 0)
 
 
 def test_plain_and_its_statistics_as_json_to_stderr_and_to_a_file(command, tmp_path):

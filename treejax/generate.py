@@ -67,6 +67,8 @@ def main(arguments: Sequence[str]) -> int:
         write_figures(report, request, check)
         if options.stats == "json":
             write_figures(sys.stderr, request, check)
+        elif options.stats == "text" and not options.max_tokens:
+            say(NAME, "nothing was generated: --max-tokens is 0, expected 1 or more for a text")
         elif options.stats == "text":
             count = len(request.prompt)
             text = printing.stats_text(

@@ -7,7 +7,7 @@ one token is verifying a tree of one node, through the same blocks.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -257,16 +257,54 @@ def write_rows(cache: Array, blocks: list[Array], slots: Array) -> Array:
     return cache.at[:, sequence, slots].set(jnp.stack(blocks), mode="promise_in_bounds")
 
 
-def score(model: Model, tokens: Any, lengths: Any) -> Array:
-    """Log-probability of each next token: tokens [B, T], lengths [B] to [B, T-1] float32.
+def score(model: Model, tokens: Any, lengths: Any = None) -> Array:
+    """Log-probability of each next token: [B, T-1] float32.
 
     Entries at or past ``lengths - 1`` are 0, so that sums are over real tokens alone.
+
+    Args:
+      tokens: [B, T] token ids, right-padded; or a text, or a list of texts, which the model's
+        tokenizer turns into such, nothing added.
+      lengths: [B] how many of each sequence's tokens are real; not for texts, which have their own.
+
+    Raises:
+      ValueError: one line: texts without a tokenizer, an empty one, or what is not [B, T].
     """
+    texts = [tokens] if isinstance(tokens, str) else tokens
+    if isinstance(texts, Sequence) and any(isinstance(text, str) for text in texts):
+        if lengths is not None:
+            raise ValueError("lengths were given with texts, which have their own: leave them out")
+        tokens, lengths = _tokenized(model, texts)
+    elif lengths is None:
+        raise ValueError("lengths are missing, expected [B] real tokens of each sequence")
     tokens, lengths = np.asarray(tokens, np.int32), np.asarray(lengths, np.int32)
+    if tokens.ndim != 2:
+        raise ValueError(
+            f"tokens have shape {tokens.shape}, expected [B, T], or a text: put one sequence in a "
+            "list"
+        )
     rows = tokens.shape[1]  # a prompt runs no kernel
     state = init_state(model.config, len(tokens), rows, model.dtype, implementation="xla")
     out, _ = prefill(model, state, tokens, lengths, hidden="all")
     return _score(model.params, out.hidden[:, :-1], tokens[:, 1:], lengths)
+
+
+def _tokenized(model: Model, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Texts as tokens [B, T], right-padded, and lengths [B]."""
+    if model.tokenizer is None:
+        raise ValueError(
+            "text was given and the model has no tokenizer: pass token ids [B, T] and lengths [B]"
+        )
+    odd = [text for text in texts if not isinstance(text, str)]
+    if odd:
+        raise ValueError(f"a text is {type(odd[0]).__name__}, expected texts alone, or token ids")
+    made = [model.tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+    if not all(made):
+        raise ValueError(f"text {made.index([])} is empty, expected at least one token")
+    tokens = np.zeros((len(made), max(map(len, made))), np.int32)
+    for row, ids in zip(tokens, made, strict=True):
+        row[: len(ids)] = ids
+    return tokens, np.array(list(map(len, made)), np.int32)
 
 
 @jax.jit
