@@ -11,6 +11,7 @@ from treejax.audit.continuation.lengths import (
     bushy,
     deepest,
     free,
+    not_by_its_rule,
     plan_of,
     script_of,
     told,
@@ -107,6 +108,11 @@ def followed(tree, answers, b):
 
 def test_a_rule_that_reads_q_gives_way_to_one_that_does_not():
     subject = Subject(Replay(), SCRIPTED, RULES["match"])
-    assert unread(subject) is subject
+    assert unread(subject) is subject and not_by_its_rule(subject) == []
     for name in ("multi_step", "traversal", "block"):
-        assert unread(Subject(Replay(), SCRIPTED, RULES[name])) == subject
+        other = Subject(Replay(), SCRIPTED, RULES[name])
+        assert unread(other) == subject
+        (row,) = not_by_its_rule(other)
+        assert row["subject"].endswith(f" by {name}") and row["why"].endswith(
+            "by rule match instead"
+        )

@@ -103,8 +103,9 @@ class Fresh:
             text=True,
         )
         assert self._process.stdin is not None
-        self._process.stdin.write(base64.b64encode(pickle.dumps(parcel)).decode())
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # it has ended: ``result`` says how
+            self._process.stdin.write(base64.b64encode(pickle.dumps(parcel)).decode())
+            self._process.stdin.close()
 
     def result(self) -> list[list[str] | str]:
         """Wait for what ``unpacked`` gives there; if nothing comes, why not, for each policy."""

@@ -118,6 +118,15 @@ def unread(subject: Subject) -> Subject:
     return dataclasses.replace(subject, rule=RULES["match"])
 
 
+def not_by_its_rule(subject: Subject) -> list[dict[str, str]]:
+    """What is left out where ``unread`` takes another rule, and why: a row of the report."""
+    if unread(subject).rule == subject.rule:
+        return []
+    left = {"subject": subject.name, "left out": "paths of every length by its own rule"}
+    why = "it reads what candidates were drawn from, and a script draws none: by rule match instead"
+    return [left | {"why": why}]
+
+
 def free(subject: Subject, weights: Any, batch: int) -> Prompted:
     """For steps in which every drafter proposes itself."""
     nobody = jnp.full(batch, -1, jnp.int32)

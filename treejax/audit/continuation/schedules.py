@@ -16,6 +16,7 @@ from treejax.audit.continuation.lengths import (
     Prompted,
     deepest,
     free,
+    not_by_its_rule,
     plan_of,
     runnable,
     told,
@@ -151,6 +152,7 @@ def follow_lengths(course: Course, schedule: str, tally: Tally) -> End:
     subject, plain, settings = course.subject, course.plain, course.settings
     engine, weights = start_of(course, schedule)
     batch, depth, by = len(course.texts), deepest(subject.drafter), unread(subject)
+    tally.left_out += not_by_its_rule(subject)
     offset, alive = np.zeros(batch, np.int64), np.ones(batch, bool)
     limit, end = np.full(batch, FREE + subject.drafter.max_depth), None
     for index, right in enumerate(plan_of(batch, depth)):
