@@ -123,7 +123,7 @@ def draw_lines(
     figure.legend(
         *([keys[name] for name in shown], [f"dashed: {n}" if n in dashed else n for n in shown]),
         loc="outside lower center",
-        ncols=min(len(shown), 8),
+        ncols=min(len(shown), 3 * len(panels), 8),
         frameon=False,
         fontsize=8,
     )
