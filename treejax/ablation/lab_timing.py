@@ -76,8 +76,9 @@ def copy_bandwidth() -> float:
     A sample is what many copies in a row take longer than few: one alone lasts a millisecond on a
     GPU, a quarter of which is the host's.
     """
-    few, many = (8, 28) if jax.devices()[0].platform == "gpu" else (1, 3)
-    copy, moved = time_copy(LEAD_BYTES if many > 3 else 2**26)
+    gpu = jax.devices()[0].platform == "gpu"
+    few, many = (8, 28) if gpu else (1, 3)
+    copy, moved = time_copy(LEAD_BYTES if gpu else 2**26)
 
     def seconds(calls: int) -> float:
         copy.calls = calls
