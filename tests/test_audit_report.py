@@ -108,8 +108,8 @@ def test_text_says_the_verdict_first_and_last():
     count = len(made.checks())
     for report, said in (
         (made.green(), "passed, the nearest at 90 % of its bound"),
-        (made.red(made.NAN), "failed, the worst: outputs of wy"),
-        (made.red(made.REJECTED, made.NAN), "failed, the worst: outputs of wy"),
+        (made.red(made.NAN), "failed, the worst: outputs (wy)"),
+        (made.red(made.REJECTED, made.NAN), "failed, the worst: outputs (wy)"),
         (Report((check(0.0, 0.0),)), "passed, all exactly"),
     ):
         first, *_, last = str(report).splitlines()
@@ -150,7 +150,7 @@ def test_equal_green_lines_are_one_and_what_failed_stands_by_itself():
 def test_text_fits_a_hundred_columns_whatever_is_in_it():
     """Tables of many columns are turned, words are not cut; long ones are shortened and say so."""
     long = "a policy that raised: " + "something went wrong " * 20
-    failed = Check("component", "wy", "ran to its end", {"while": long}, 0, 1, True, note=long)
+    failed = Check("component", "wy", "exceptions raised", {"while": long}, 1, 0, note=long)
     few = tuple(
         {"policy": name, **{f"column {i}": "calibration" for i in range(9)}} for name in "ab"
     )

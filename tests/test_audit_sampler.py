@@ -96,6 +96,24 @@ def test_a_lossy_rule_is_red_with_its_distance():
     assert row["verdict"] == "lossy" and row["total variation"] > 0.3
 
 
+class Broken(Typical):
+    """A lossy rule that raises."""
+
+    name = "broken"
+
+    def choose(self, tree, logits, sampling, key, position, history, q):
+        raise KeyError("no such row")
+
+
+def test_a_lossy_rule_that_raises_is_red_with_what_was_measured():
+    """Its distance is what was enumerated, and not the count of what it raised."""
+    report = sampler.run(None, [Broken()], SMALL)
+    checks = {check.name.partition(":")[0]: check for check in report.checks}
+    assert checks[RAISED].value == 1 and not checks[RAISED].green
+    lossy = checks["lossy by its own account"]
+    assert lossy.value == checks["total variation, enumerated"].value < 1 and not lossy.green
+
+
 def test_rules_that_serve_several_kinds_are_audited_for_each():
     full = sampler.Settings()
     names = [name_of(one) for one in sampler.samplers_of(WithoutReplacement(), full)]

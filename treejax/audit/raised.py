@@ -12,7 +12,7 @@ import jax
 
 from treejax.audit.base import Check, Where
 
-RAISED = "ran to its end"  # the name of the check
+RAISED = "exceptions raised"  # the name of the check
 
 _MACHINERY = tuple(map(str, (Path(jax.__file__).parent, Path(__file__).parent, "<frozen")))
 _PYTHON = str(Path(contextlib.__file__).parent)
@@ -31,7 +31,7 @@ def guarded(audit: str, subject: str, where: Where, into: list[Check]) -> Iterat
 
 def failed(audit: str, subject: str, where: Where, reason: str) -> Check:
     """The failed check of what did not run to its end; ``reason`` is one line."""
-    return Check(audit, subject, RAISED, where, 0.0, 1.0, at_least=True, note=reason)
+    return Check(audit, subject, RAISED, where, 1.0, 0.0, note=reason)
 
 
 def said(error: BaseException) -> str:

@@ -158,7 +158,7 @@ def headline(report: Report) -> str:
         return said
     worst = nearest(report.checks)
     if not worst.green:
-        return f"{said}, the worst: {worst.name} of {worst.subject}"
+        return f"{said}, the worst: {worst.name} ({worst.subject})"
     part = used(worst)
     return f"{said}, the nearest at {share(part)} of its bound" if part else f"{said}, all exactly"
 
