@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 
 import audited_policies as audited
 import numpy as np
@@ -12,8 +13,10 @@ import random_trees
 from treejax.audit import component
 from treejax.audit.component.block import WIDE
 from treejax.audit.component.operands import HYDRA, Shape, draw, draw_states, random_parents
+from treejax.audit.component.repeats import repeats
 from treejax.audit.component.rules import REBUILT, RELATIVE, SOLVED, promise_of
 from treejax.audit.component.settings import Settings
+from treejax.audit.component.subject import Subject
 from treejax.audit.component.truth import STRICT, Errors, along, errors, exact, native
 from treejax.audit.raised import RAISED
 from treejax.policies import REGISTRY, WY, SolveReplay
@@ -130,14 +133,25 @@ def test_a_cursor_that_is_wrong_at_second_commits_is_found_in_later_steps():
 
 def test_fresh_processes_give_the_same_bytes_or_are_red():
     settings = dataclasses.replace(SETTINGS, processes=1, runs=2)
-    policies = [WY(), audited.RaisesElsewhere(), audited.ByProcess()]
-    report = run(policies, settings=settings)
-    raised, differ = report.red
+    report = run([WY(), audited.ByProcess()], settings=settings)
+    (differ,) = report.red
     assert (differ.subject, differ.name) == ("by_process", "runs whose bytes differ")
-    assert (raised.subject, raised.name) == ("raises_elsewhere", RAISED)
-    assert "RuntimeError, raised at audited_policies.py:" in raised.note
     (check,) = [c for c in report.checks if (c.subject, c.name) == ("wy", differ.name)]
     assert check.note == "6 runs of 2 blocks, in 1 fresh processes"
+
+
+def test_what_a_fresh_process_raised_is_red_where_it_was_raised():
+    """Of two policies that both ran here; no process runs."""
+    subjects = [Subject(name, *[None] * 2, digests=[["ab"], ["cd"]]) for name in ("one", "other")]
+    reason = "RuntimeError, raised at audited_policies.py:1 in plan"
+    process = SimpleNamespace(result=lambda: [["ab", "cd"], reason])
+    settings = dataclasses.replace(SETTINGS, processes=1)
+    stays = dict.fromkeys(("one", "other"))
+    repeats(subjects, stays, [process], settings, [(0, 0, 0), (0, 1, 0)], lambda what: None)
+    (same,), (raised,) = (subject.checks for subject in subjects)
+    assert same.green and same.note == "4 runs of 2 blocks, in 1 fresh processes"
+    assert (raised.name, raised.note, raised.green) == (RAISED, reason, False)
+    assert subjects[0].runs and not subjects[1].runs
 
 
 def test_a_users_policy_of_a_notebook_is_audited_in_one_call(monkeypatch):

@@ -13,7 +13,7 @@ import pytest
 import treejax.audit
 from treejax.audit import component, continuation
 from treejax.audit.component.operands import Shape
-from treejax.audit.component.process import Job, digests, fresh_processes
+from treejax.audit.component.process import Job, fresh_processes
 from treejax.audit.elsewhere import Unmade, ended, environment, make_again, why_it_stays
 from treejax.policies import WY
 
@@ -55,12 +55,13 @@ def modules(tmp_path, monkeypatch):
 
 
 def test_code_at_a_modules_top_level_costs_one_policy_one_clear_line(modules):
-    policies: Any = tuple(module.Mine() for module in modules)
+    policies: Any = (*(module.Mine() for module in modules), audited.RaisesElsewhere())
     assert [why_it_stays(policy) for policy in policies] == [None] * len(policies)
     job = Job(policies, TINY, ((0, 0, 0),), 1)
     with fresh_processes(job, 1) as (process,):
-        prints, *reasons = process.result()
-    assert prints == digests(Job(policies[:1], *job[1:]))[0]  # what it printed did no harm
+        prints, *reasons, raised = process.result()
+    assert len(prints) == 1 and len(prints[0]) == 64  # what it printed did no harm
+    assert raised.startswith("RuntimeError, raised at audited_policies.py:")
     guard = 'put what it runs below `if __name__ == "__main__":`'
     definitions = f"; expected a module that only defines things when it is imported: {guard}"
     for reason, what, advice in zip(

@@ -1,5 +1,8 @@
 """Scripted steps of the continuation audit: every length of path, in any drafter's trees."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,8 +24,8 @@ from treejax.audit.step import Subject
 from treejax.drafters import MTP, Suffix
 from treejax.drafters.resting import Resting
 from treejax.drafters.scripted import Scripted
+from treejax.model import Model
 from treejax.policies import Replay
-from treejax.state import init_state
 from treejax.steps.rules import REGISTRY as RULES
 
 SCRIPTED = Scripted("3,2,1", truth=((1, 2, 3, 4),), schedule=((3, 1), (2, 2)))
@@ -59,8 +62,9 @@ def test_the_tree_is_the_drafters_own_where_that_is_fixed_and_tokens_suffice():
 @pytest.mark.parametrize("inner", [SCRIPTED, Suffix("best9x4")], ids=lambda d: d.name)
 def test_as_many_candidates_of_one_path_are_right_as_it_is_told(inner):
     """Of each sequence its own number; one that is told nothing has the drafter's own tree."""
-    model, depth, keys = tiny.model(), deepest(inner), jax.random.split(jax.random.key(0), BATCH)
-    state = init_state(model.config, BATCH, 64, policy="replay")
+    model, depth = Model(tiny.random_params(tiny.CONFIG), tiny.CONFIG), deepest(inner)
+    state: Any = SimpleNamespace(length=jnp.zeros(BATCH, jnp.int32))  # all that they read of it
+    keys = jax.random.split(jax.random.key(0), BATCH)
     draft = inner.init(model, BATCH, 64)
     answers = np.arange(BATCH * (depth + 1)).reshape(BATCH, -1) % VOCABULARY
     pending = jnp.asarray(answers[:, 0], jnp.int32)
