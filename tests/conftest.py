@@ -48,7 +48,7 @@ def pytest_configure(config):
 
 
 def pytest_runtest_setup(item):
-    """``compiles_fast`` acts on whole modules: on one test it would do nothing, so it is refused."""
+    """``compiles_fast`` acts on whole modules: on one test it would do nothing, so is refused."""
     module = item.getparent(pytest.Module)
     if item.get_closest_marker("compiles_fast") and not module.get_closest_marker("compiles_fast"):
         pytest.fail("compiles_fast marks one test, expected a module: use pytestmark", False)

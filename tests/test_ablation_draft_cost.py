@@ -5,6 +5,8 @@ from lab_cases import context, rows_of
 
 from treejax.ablation.draft_cost import DraftCost, HeadSizes, head_bytes
 
+pytestmark = pytest.mark.compiles_fast
+
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 96,

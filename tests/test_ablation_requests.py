@@ -25,6 +25,8 @@ from treejax.policies import REGISTRY, WY
 from treejax.sampling import Sampling
 from treejax.stats import Stats
 
+pytestmark = pytest.mark.compiles_fast
+
 TOML = """
 experiment = "requests"
 seed = 5

@@ -20,6 +20,8 @@ from treejax.ablation.write_timing import WriteTiming
 from treejax.config import read_toml
 from treejax.policies import REGISTRY
 
+pytestmark = pytest.mark.compiles_fast
+
 ROOT = Path(__file__).parent.parent
 COMMON = {"seed": 0, "repeats": 1, "warm_up": 1, "rounds": 1, "sizes": SIZES}
 

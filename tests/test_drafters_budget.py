@@ -24,6 +24,8 @@ from treejax.sampling import Sampling
 from treejax.steps.select import Choice
 from treejax.tree import Tree
 
+pytestmark = pytest.mark.compiles_fast
+
 PROMPT = [5, 9, 2, 9, 2, 11]
 SIZES = (MTP("chain1"), MTPTree("best4x3", beam=2, branch=3))
 

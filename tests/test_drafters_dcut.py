@@ -12,6 +12,8 @@ from treejax.engine import complete
 from treejax.steps.select import Choice
 from treejax.tree import Tree
 
+pytestmark = pytest.mark.compiles_fast
+
 
 def random_trees(seed, batch=3, capacity=9, depth=4):
     rng = np.random.default_rng(seed)

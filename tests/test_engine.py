@@ -22,6 +22,8 @@ from treejax.steps.verify import verify
 from treejax.text import TextStream
 from treejax.tree import Tree
 
+pytestmark = pytest.mark.compiles_fast
+
 PROMPT = "print(1)"  # its first 19 greedy tokens differ from one another
 EVERY_STEP = ((4, 4), (4, 4), (4, 0), (0, 0), (4, 1), (1, 1), (3, 0), (2, 2), (4, 2), (1, 0),
               (3, 3), (0, 0), (2, 0), (4, 3), (3, 1), (2, 1), (3, 2))  # fmt: skip

@@ -24,6 +24,8 @@ from treejax.requests import make_requests
 from treejax.training import measures
 from treejax.training.corpus import train_tokenizer
 
+pytestmark = pytest.mark.compiles_fast
+
 WINDOW, STRIDE, PREFIXES = 64, 32, 4
 
 

@@ -285,11 +285,21 @@ def rule_operands(arrays):
     return operands, jnp.asarray(golden.recurrent(arrays["initial_state"]))
 
 
+# Compiled once for all presets, whose operands have the same shapes.
+in_chunks = jax.jit(jax.vmap(chunked))
+
+
+@functools.partial(jax.jit, static_argnames="policy")
+def as_a_chain(policy, carry, operands, tree, path):
+    out, scratch, carry = policy.scan(carry, 0, operands, policy.plan(describe(tree)))
+    return out, policy.read(policy.commit(carry, (scratch,), path))[0]
+
+
 @presets
 def test_gated_delta_rule_in_chunks(preset):
     arrays = golden.arrays(preset, "gdn_op")
     operands, R = rule_operands(arrays)
-    out, final = jax.jit(jax.vmap(chunked))(R, operands)
+    out, final = in_chunks(R, operands)
     close(out, arrays["out"])
     close(final, golden.recurrent(arrays["final_state"]))
 
@@ -304,13 +314,8 @@ def test_gated_delta_rule_as_a_chain(preset, policy):
     parents = [list(range(-1, length - 1))] * batch
     tree = Tree.from_parents([range(length)] * batch, parents, capacity=length)
     nodes = jnp.tile(jnp.arange(length, dtype=jnp.int32), (batch, 1))
-
-    @jax.jit
-    def run(carry, operands):
-        out, scratch, carry = policy.scan(carry, 0, operands, policy.plan(describe(tree)))
-        path = Path(nodes, jnp.full(batch, length, jnp.int32))
-        return out, policy.read(policy.commit(carry, (scratch,), path))[0]
-
-    out, final = run(policy.init(R[None], operands.k.shape[2]), operands)
+    path = Path(nodes, jnp.full(batch, length, jnp.int32))
+    carry = policy.init(R[None], operands.k.shape[2])
+    out, final = as_a_chain(policy, carry, operands, tree, path)
     close(out, arrays["out"])
     close(final, golden.recurrent(arrays["final_state"]))

@@ -22,6 +22,8 @@ from treejax.steps.rules import (
 from treejax.steps.select import select
 from treejax.tree import Tree
 
+pytestmark = pytest.mark.compiles_fast
+
 DRAWS, ROWS, TOKENS = 20_000, 7, 6
 P5, Q5 = np.array([6, 4, 5, 8, 11]) / 34, np.array([12, 8, 1, 144, 1]) / 166  # far apart
 COIN_RULES = [MultiStep(), WithoutReplacement(), Traversal("iid"), Traversal(), Typical()]

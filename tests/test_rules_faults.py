@@ -9,6 +9,8 @@ from rules_exact import Model, compiled, depths_of, joint_law, total_variation
 from treejax.steps.rules import Block, MultiStep, Traversal, WithoutReplacement, residual
 from treejax.steps.rules.base import Law
 
+pytestmark = pytest.mark.compiles_fast
+
 SEEN = 0.01  # ten orders of magnitude above what the exact tests allow
 # A row on which faults of one node show, found by search: most are nearly invisible at random rows.
 P = np.array([6, 4, 5, 8, 11]) / 34

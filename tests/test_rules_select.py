@@ -16,6 +16,8 @@ from treejax.steps.rules.base import Law, coins, decide
 from treejax.steps.select import select
 from treejax.tree import Tree
 
+pytestmark = pytest.mark.compiles_fast
+
 COIN_RULES = [MultiStep(), WithoutReplacement(), Traversal("iid"), Traversal(), Typical()]
 
 
