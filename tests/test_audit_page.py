@@ -103,6 +103,14 @@ def test_the_first_screen_says_how_tight_the_envelope_is(green):
     assert "at least 150 times below LumoTree&#x27;s (least on divergence)" in page(report)
 
 
+def test_no_kind_of_failure_hides_another():
+    report = made.red(*[made.NAN] * 57, made.REJECTED)
+    for shown in ("".join(pages._red(report)), short(report)):
+        assert shown.count("component wy: outputs nan") == 1
+        assert "(and 56 more of this kind, in report.json)" in shown
+        assert "sampler block: joint G-test 1e-09, at least 0.0001 [step 0]</li>" in shown
+
+
 def test_what_a_user_named_is_text_and_never_markup(green):
     assert "<script>" not in green and "(&lt;&amp;&gt; \u00e9)" not in green
     failed = Check("component", "wy<b>", "states", {"layer": "<i>"}, 2.0, 1.0, note="<u>&")

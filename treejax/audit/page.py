@@ -73,7 +73,7 @@ def short(report: Report) -> str:
     colour = "#1d7f4e" if report.green else "#c2322b"
     rows = [line.row() for line in texts.lines(report)]
     head = f'<p style="color:{colour};font-weight:600">{_text(texts.verdict(report))}</p>'
-    failed = "".join(f"<li>{_text(str(check))}</li>" for check in report.red[: texts.MOST_SHOWN])
+    failed = "".join(_failed(report))
     return head + _table(rows) + (f"<p>failed:</p><ul>{failed}</ul>" if failed else "")
 
 
@@ -110,10 +110,15 @@ def _red(report: Report) -> Iterable[str]:
     if not report.red:
         return
     yield "<h2>What failed</h2><ul>"
-    yield from (f"<li>{_text(str(check))}</li>" for check in report.red[: texts.MOST_SHOWN])
+    yield from _failed(report)
     yield "</ul>"
-    if len(report.red) > texts.MOST_SHOWN:
-        yield f"<p>and {len(report.red) - texts.MOST_SHOWN:,} more, named in report.json</p>"
+
+
+def _failed(report: Report) -> Iterable[str]:
+    """The worst check of every kind of failure, so that none hides another."""
+    for checks in texts.failed_kinds(report):
+        more = f" (and {len(checks) - 1:,} more of this kind, in report.json)"
+        yield f"<li>{_text(str(checks[0]) + more * (len(checks) > 1))}</li>"
 
 
 def _drawn(report: Report) -> Iterable[str]:
