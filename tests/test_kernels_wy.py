@@ -60,7 +60,7 @@ CASES = {
         16, (1, 3), (16, 128), "float32",
     ),
     "hydra27": ([random_trees.HYDRA27], 32, (1, 1), (128, 128), "bfloat16"),
-    "segments": ([random_trees.random_parents(RNG, 70), [-1]], 96, (1, 1), (16, 64), "float32"),
+    "segments": ([random_trees.random_parents(RNG, 70), [-1]], 72, (1, 1), (16, 64), "float32"),
     "segments-bf16": ([random_trees.chain(40)], 64, (1, 1), (16, 64), "bfloat16"),
 }  # fmt: skip
 

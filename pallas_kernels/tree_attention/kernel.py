@@ -143,8 +143,8 @@ def run_all(p: Split, carry: Carry) -> Carry:
         scores, carry = state
         if masked:
             scores = jnp.where(allowed(p, tile), scores, -jnp.inf)
-        products, found = multiply_keys(p, tile + 1, lambda: weigh(p, scores, carry))
-        return products, take_values(p, tile, *found, masked)
+        products, (weights, carry) = multiply_keys(p, tile + 1, lambda: weigh(p, scores, carry))
+        return products, take_values(p, tile, weights, carry, masked)
 
     state = multiply_keys(p, p.first, lambda: carry)
     state = lax.fori_loop(p.first, p.unmasked, lambda i, s: turn(i, s, masked=False), state)

@@ -59,7 +59,7 @@ def wy_solve(
       order: [B, N] int32 rows in a topological order; None if parents come before children.
       U: [L, B, N, Hv, dv] float32, pseudo-values of all layers, as ``wy_commit`` takes them. If
         given, it is returned with those of ``layer`` written into it: in place if donated, N is a
-        multiple of 8 (of 32 above 32), dk 16 or a multiple of 32, dv of 128 and ``order`` None;
+        multiple of 8, dk 16 or a multiple of 32, dv of 128 and ``order`` None;
         through a copy otherwise.
       implementation: "auto", "xla", "mosaic_gpu" or "interpret".
 

@@ -56,7 +56,7 @@ def sizes_of(
     wide = programs <= MULTIPROCESSORS and rows <= SEGMENT
     sizes = Sizes(
         batch=batch,
-        rows=round_up(rows, BLOCK if rows <= SEGMENT else SEGMENT),
+        rows=round_up(rows, BLOCK),
         key_heads=k.shape[2],
         value_heads=heads,
         key_dim=round_up(k.shape[3], 16 if k.shape[3] <= 16 else CHUNK),

@@ -209,14 +209,26 @@ def stage(p: Program, start: int | jax.Array, path: bool) -> None:
 
 
 def stage_rows(p: Program, start: int | jax.Array) -> None:
-    """Start copying the operands of the segment's rows into SMEM."""
-    s, rows = p.s, p.sizes.segment_rows
-    here, eight = pl.ds(start, rows), pl.ds((p.h // BLOCK) * BLOCK, BLOCK)
+    """Start copying the operands of the segment's rows into SMEM. Behind the rows of a short last
+    segment stay those of the one before: finite, and nobody's."""
+    sizes = p.sizes
+    if sizes.last_rows == sizes.segment_rows:
+        copy_rows(p, start, sizes.segment_rows)
+        return
+    last = start == SEGMENT * (sizes.segments - 1)
+    pl.when(~last)(lambda: copy_rows(p, start, SEGMENT))
+    pl.when(last)(lambda: copy_rows(p, start, sizes.last_rows))
+
+
+def copy_rows(p: Program, start: int | jax.Array, rows: int) -> None:
+    """Start the five copies of some rows."""
+    s, here, eight = p.s, pl.ds(start, rows), pl.ds((p.h // BLOCK) * BLOCK, BLOCK)
     keys = s.raw if p.sizes.staged else s.kq.at[0]
     for name, to in (("k", 0), ("q", SEGMENT)):
         source = getattr(p.inputs, name).at[p.b, here, p.key_head]
         plgpu.copy_gmem_to_smem(source, keys.at[pl.ds(to, rows)], s.loaded)
-    plgpu.copy_gmem_to_smem(p.inputs.v.at[p.b, here, p.h, p.channels], s.v, s.loaded)
+    target = s.v if rows == p.sizes.segment_rows else s.v.at[pl.ds(0, rows)]
+    plgpu.copy_gmem_to_smem(p.inputs.v.at[p.b, here, p.h, p.channels], target, s.loaded)
     for which, gate in enumerate((p.inputs.g, p.inputs.beta)):
         target = s.gates.at[which, pl.ds(0, rows)]
         plgpu.copy_gmem_to_smem(gate.at[p.b, here, eight], target, s.loaded)

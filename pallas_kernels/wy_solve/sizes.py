@@ -33,8 +33,7 @@ PRECISIONS = tuple(PAIRS)
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Sizes of one call, padded: rows to 8 up to 32 and to 32 beyond; dk to 16 or to
-    32s, dv to 64s.
+    """Sizes of one call, padded: rows to 8s, dk to 16 or to 32s, dv to 64s.
 
     Attributes:
       rows: N, rows of a tree.
@@ -67,6 +66,11 @@ class Sizes:
     @property
     def segments(self) -> int:
         return -(-self.rows // SEGMENT)
+
+    @property
+    def last_rows(self) -> int:
+        """Rows of the last segment."""
+        return self.rows - SEGMENT * (self.segments - 1)
 
     @property
     def chunk(self) -> int:
