@@ -19,7 +19,7 @@ from treejax.model import Model, prompt_blocks
 from treejax.policies import make_policy
 from treejax.sampling import Sampling
 from treejax.steps import visits
-from treejax.steps.many import MOST_STEPS, end_tokens, one_step, steps
+from treejax.steps.many import MOST_STEPS, end_tokens, steps
 from treejax.steps.prompt import variants
 from treejax.steps.rules import REGISTRY as RULES
 from treejax.steps.together import Carry, step
@@ -94,6 +94,7 @@ class Clock:
         self.now, self.ready, self.made = 0.0, 0.0, made
         self.asked = []
         monkeypatch.setattr(visits.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(visits, "steps", self.steps)
         monkeypatch.setattr(visits, "_is_ready", lambda _: self.now >= self.ready)
         monkeypatch.setattr(visits.jax, "device_get", self.fetch)
 
@@ -111,7 +112,7 @@ class Clock:
 def test_visits_tell_who_waited_for_whom(monkeypatch):
     """Carry and left go from visit to visit; times by a clock that is set by hand."""
     clock = Clock(monkeypatch, 3)
-    ahead = visits.Visits(clock.steps, [("a",), ("b",)], 0, 10, ("rest",))
+    ahead = visits.Visits([("a",), ("b",)], 0, 10, ("rest",))
     ahead.ask(0, 3, [False, True])
     ahead.ask(1, 2, [False, False])
     assert ahead.under_way == 2 and ahead.carry == 2
@@ -170,11 +171,11 @@ def test_one_step_without_a_loop_is_a_visit_of_one_step(count, left, ended, rehe
     rest = keys, Sampling().prepared(model.config.vocab_size), np.bool_(False)
     rest += end_tokens([set(), {3}]), np.array(ended), np.int32(count), np.bool_(rehearse)
     made = []
-    for program in (steps, one_step):
+    for looped in (True, False):
         draft = drafter.init(model, 2, 64)
         carry = Carry(state=begin(), memory=draft.memory, pending=jnp.array([65, 66], jnp.int32))
-        given = model.config, drafter, RULES["match"], model.params, draft.weights, carry
-        made.append(jax.device_get(program(*given, jnp.array(left, jnp.int32), *rest)))
+        given = model.config, drafter, RULES["match"], looped, model.params, draft.weights, carry
+        made.append(jax.device_get(steps(*given, jnp.array(left, jnp.int32), *rest)))
     (many, left_many, visit), (one, left_one, single) = made
     assert visit.made == single.made == int(bool(count) and (rehearse or any(left)))
     assert left_many.tolist() == left_one.tolist()
@@ -189,7 +190,7 @@ def test_one_step_without_a_loop_is_a_visit_of_one_step(count, left, ended, rehe
 
 def test_a_text_is_the_same_by_visits_without_a_loop(monkeypatch):
     """End tokens, budgets and wasted visits as by the loop."""
-    monkeypatch.setattr(loop, "choose_program", lambda model, count: (one_step, 1))
+    monkeypatch.setattr(loop, "choose_loop", lambda model, count: (False, 1))
     how = {"max_tokens": 34, "policy": "wy"}
     for drafter in (None, MTP("2,1,1")):
         made = complete(byte_model.model(), PROMPT, drafter=drafter, **how)
@@ -213,13 +214,13 @@ def test_a_gpu_makes_the_steps_of_a_large_model_one_by_one(monkeypatch):
     class Device:
         platform = "gpu"
 
-    assert visits.choose_program(sized(8e8), None) == (steps, None)  # a CPU
-    assert visits.choose_program(sized(8e8), 1) == (steps, 1)
+    assert visits.choose_loop(sized(8e8), None) == (True, None)  # a CPU
+    assert visits.choose_loop(sized(8e8), 1) == (True, 1)
     monkeypatch.setattr(visits.jax, "devices", lambda: [Device])
-    assert visits.choose_program(sized(8e8), None) == (one_step, 1)
-    assert visits.choose_program(sized(2e8), None) == (steps, None)
-    assert visits.choose_program(sized(8e8), 4) == (steps, 4)
-    assert visits.choose_program(sized(2e8), 1) == (one_step, 1)
+    assert visits.choose_loop(sized(8e8), None) == (False, 1)
+    assert visits.choose_loop(sized(2e8), None) == (True, None)
+    assert visits.choose_loop(sized(8e8), 4) == (True, 4)
+    assert visits.choose_loop(sized(2e8), 1) == (False, 1)
 
 
 def test_many_steps_lowered_for_a_gpu_hold_the_kernels_of_one():
@@ -236,8 +237,8 @@ def test_many_steps_lowered_for_a_gpu_hold_the_kernels_of_one():
     visit = end_tokens([set(), {3}]), np.zeros(2, bool), np.int32(4), np.bool_(False)
     how = config, drafter, RULES["match"]
     one = lower_for_h200(functools.partial(step, *how), *both)
-    many = lower_for_h200(functools.partial(steps, *how), *both, *visit)
-    queued = lower_for_h200(functools.partial(one_step, *how), *both, *visit)
+    many = lower_for_h200(functools.partial(steps, *how, True), *both, *visit)
+    queued = lower_for_h200(functools.partial(steps, *how, False), *both, *visit)
     kernels = [text.count("custom_call @mosaic_gpu") for text in (one, many, queued)]
     assert kernels[0] == kernels[1] == kernels[2] > 0
     assert "stablehlo.while" in many and "callback" not in many

@@ -33,12 +33,12 @@ from treejax.sampling import Sampling
 from treejax.shapes import Array
 from treejax.state import State, init_state, state_bytes, with_policy
 from treejax.stats import Stats
-from treejax.steps.many import MOST_STEPS, end_tokens
+from treejax.steps.many import MOST_STEPS, end_tokens, steps
 from treejax.steps.prompt import PROMPT_POLICY, Intake, adopt, first_token, variants
 from treejax.steps.rules import rule_for
 from treejax.steps.rules.base import Rule
 from treejax.steps.together import Carry
-from treejax.steps.visits import Visits, choose_program
+from treejax.steps.visits import Visits, choose_loop
 
 _log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ def run(
     Raises:
       ValueError: one line: a setting, or a ``max_length`` that is too small.
     """
-    program, most = choose_program(model, check_steps(steps_per_visit))
+    looped, most = choose_loop(model, check_steps(steps_per_visit))
     settings = jax.device_put(settle(model, requests, sampling))
     drafter = choose_drafter(model, drafter, tree)
     forms = drafter.forms
@@ -123,7 +123,7 @@ def run(
     nobody, want = jnp.zeros(len(requests), jnp.int32), np.bool_(logprobs)
     rest = keys, settings, want, end_tokens([request.stop_ids for request in requests])
     idly = np.ones(len(requests), bool), np.int32(1), np.bool_(True)  # a step without effect
-    given = [(config, *pair, params, weights) for pair in zip(forms, rules, strict=True)]
+    programs = [(config, *pair, looped, params, weights) for pair in zip(forms, rules, strict=True)]
 
     started = time.perf_counter()
     intake = Intake(config, params, forms[0], weights)  # any form takes in the prompt
@@ -133,7 +133,7 @@ def run(
         lambda state: Carry(with_policy(state, policy), draft.memory, state.length, history), state
     )
     jobs = [*intake.programs(taken, blocks), lambda: adopt.lower(state, policy)]
-    jobs += [lambda g=g: program.lower(*g, carry, nobody, *rest, *idly) for g in given]
+    jobs += [lambda p=program: steps.lower(*p, carry, nobody, *rest, *idly) for program in programs]
     _compile(jobs)
     if warm_up:  # prompts of no tokens
         taken = jax.block_until_ready(intake(taken, variants(blocks)))
@@ -146,8 +146,8 @@ def run(
     firsts, logprob = jax.device_get((pending, logprob))
     ready = time.perf_counter()
     if warm_up:
-        for g in given:
-            carry, nobody, _ = program(*g, carry, nobody, *rest, *idly)
+        for program in programs:
+            carry, nobody, _ = steps(*program, carry, nobody, *rest, *idly)
         carry = jax.block_until_ready(carry)
     warmed = time.perf_counter()
     scratch = sum(policy.buffers(config, drafter.capacity, len(requests)).values())
@@ -162,7 +162,7 @@ def run(
     yield pieces
 
     left = jnp.array([request.left for request in requests], jnp.int32)
-    visits = Visits(program, given, carry, left, rest)
+    visits = Visits(programs, carry, left, rest)
     yield from _decode(visits, requests, drafter, settings, most)
     for request in requests:
         drafter.learn(request.tokens)

@@ -23,11 +23,11 @@ from treejax.drafters.scripted import Script
 from treejax.model import Model
 from treejax.sampling import Sampling
 from treejax.state import State, abstract_state
-from treejax.steps.many import Visit, end_tokens
+from treejax.steps.many import Visit, end_tokens, steps
 from treejax.steps.rules import rule_for
 from treejax.steps.select import Choice
 from treejax.steps.together import Carry, Emission
-from treejax.steps.visits import choose_program
+from treejax.steps.visits import choose_loop
 from treejax.tree import Tree
 
 NO_END = 1 << 30
@@ -74,7 +74,8 @@ class Bench:
         self.whole: Whole = make_whole(arm, self.rule, config)
         self._ends = end_tokens([set()] * batch)
         # Where the loop would find out by its clock, two: steps of 14 to 20 ms.
-        self._loop, chosen = choose_program(model, None)
+        looped, chosen = choose_loop(model, None)
+        self._how = config, self.drafter, self.rule, looped
         self.steps_a_visit = chosen or 2
 
     # What is held
@@ -121,9 +122,9 @@ class Bench:
     def loop(self, count: int) -> Visit:
         """``count`` steps, as the loop makes them between two visits."""
         left = jnp.full(self.batch, NO_END, jnp.int32)
-        how = self.model.config, self.drafter, self.rule, self.model.params, self._weights
-        self.carry, _, visit = self._loop(
-            *(*how, self.held, left, self.keys, self.sampling, np.bool_(False), self._ends),
+        given = self.model.params, self._weights, self.held, left, self.keys, self.sampling
+        self.carry, _, visit = steps(
+            *(*self._how, *given, np.bool_(False), self._ends),
             *(np.zeros(self.batch, bool), np.int32(count), np.bool_(False)),
         )
         return visit
@@ -231,8 +232,8 @@ class Bench:
 
     def _lower_loop(self, params: Any, weights: Any, carry: Any) -> Any:
         flag, one = np.bool_(False), jax.ShapeDtypeStruct((self.batch,), jnp.int32)
-        return self._loop.lower(
-            *(self.model.config, self.drafter, self.rule, params, weights, carry, one),
+        return steps.lower(
+            *(*self._how, params, weights, carry, one),
             *(self.keys, self.sampling, flag, self._ends),
             *(np.zeros(self.batch, bool), np.int32(0), flag),
         )

@@ -7,8 +7,8 @@ are made is data: one program serves all. What needs text, a stop string, only t
 until it has, the device goes on.
 
 A GPU asks the host before every turn of a loop, and until the last one the host can hand over
-nothing else. ``one_step`` is therefore a visit of one step without a loop: where a step takes
-longer than handing one over, visits that were asked for ahead follow each other without a gap.
+nothing else. Without the loop a visit is one step, and where a step takes longer than handing one
+over, visits that were asked for ahead follow each other without a gap.
 """
 
 import functools
@@ -37,8 +37,8 @@ class Visit(struct.PyTreeNode):
     """What the host fetches.
 
     Attributes:
-      emission: the emissions of all steps, with a leading axis of ``MOST_STEPS``, or 1 of
-        ``one_step``; zeros in rows that were not made.
+      emission: the emissions of all steps, with a leading axis of ``MOST_STEPS``, or of 1 without
+        the loop; zeros in rows that were not made.
       made: [] int32 how many steps were made.
     """
 
@@ -48,13 +48,14 @@ class Visit(struct.PyTreeNode):
 
 @functools.partial(
     jax.jit,
-    static_argnames=("config", "drafter", "rule"),
+    static_argnames=("config", "drafter", "rule", "looped"),
     donate_argnames=("carry", "left"),
 )
 def steps(
     config: ModelConfig,
     drafter: Any,
     rule: Rule,
+    looped: bool,
     params: layers.Params,
     weights: Any,
     carry: Carry,
@@ -73,6 +74,8 @@ def steps(
     The steps are those of ``together.step`` with limits ``left - 1``, one after the other.
 
     Args:
+      looped: static; without the loop a ``count`` of 1 is the most, and the step runs, without
+        effect, even if none is made.
       left: [B] int32 tokens that each sequence may still emit; 0 once it has ended.
       ends: [B, E] int32 tokens that end each sequence, see ``end_tokens``.
       ended: [B] bool, sequences that the host has ended since.
@@ -82,18 +85,23 @@ def steps(
     Returns:
       The carry, what is left, and the ``Visit``.
     """
-    rows = (MOST_STEPS, left.shape[0])
-    wide = (*rows, drafter.max_depth + 1)
-    nothing = Emission(
-        tokens=jnp.zeros(wide, jnp.int32),
-        count=jnp.zeros(rows, jnp.int32),
-        proposed=jnp.zeros(rows, jnp.int32),
-        logprobs=jnp.zeros(wide),
-    )
+    left = jnp.where(ended, 0, left)
 
-    def wanted(at: tuple[Carry, Array, Visit]) -> Array:
-        _, left, visit = at
-        return (visit.made < count) & (rehearse | jnp.any(left > 0))
+    def turn(carry: Carry, left: Array) -> tuple[Carry, Array, Emission]:
+        carry, emission = advance(
+            *(config, drafter, rule, params, weights, carry, left - 1),
+            *(keys, sampling, want_logprobs),
+        )
+        return carry, _left_after(left, emission, ends), emission
+
+    def wanted(left: Array, made: Array) -> Array:
+        return (made < count) & (rehearse | jnp.any(left > 0))
+
+    if not looped:
+        made = wanted(left, jnp.int32(0))
+        carry, after, emission = turn(carry, jnp.where(made, left, 0))
+        emission = jax.tree.map(lambda row: row[None], emission)
+        return carry, jnp.where(made, after, left), Visit(emission, made.astype(jnp.int32))
 
     def advance_once(at: tuple[Carry, Array, Visit]) -> tuple[Carry, Array, Visit]:
         carry, left, visit = at
@@ -104,62 +112,16 @@ def steps(
         )
         return carry, left, Visit(kept, visit.made + 1)
 
-    how = keys, sampling, want_logprobs, ends
-    turn = functools.partial(_turn, config, drafter, rule, params, weights, *how)
-    left = jnp.where(ended, 0, left)
-    return lax.while_loop(wanted, advance_once, (carry, left, Visit(nothing, jnp.int32(0))))
-
-
-@functools.partial(
-    jax.jit,
-    static_argnames=("config", "drafter", "rule"),
-    donate_argnames=("carry", "left"),
-)
-def one_step(
-    config: ModelConfig,
-    drafter: Any,
-    rule: Rule,
-    params: layers.Params,
-    weights: Any,
-    carry: Carry,
-    left: Array,
-    keys: Array,
-    sampling: Sampling,
-    want_logprobs: Array,
-    ends: Array,
-    ended: Array,
-    count: Array,
-    rehearse: Array,
-) -> tuple[Carry, Array, Visit]:
-    """``steps`` for a ``count`` of 0 or 1; the step runs, without effect, even if none is made."""
-    left = jnp.where(ended, 0, left)
-    asked = jnp.where(count > 0, left, 0)
-    made = (count > 0) & (rehearse | jnp.any(left > 0))
-    how = keys, sampling, want_logprobs, ends
-    carry, after, emission = _turn(config, drafter, rule, params, weights, *how, carry, asked)
-    emission = jax.tree.map(lambda row: row[None], emission)
-    return carry, jnp.where(count > 0, after, left), Visit(emission, made.astype(jnp.int32))
-
-
-def _turn(
-    config: ModelConfig,
-    drafter: Any,
-    rule: Rule,
-    params: layers.Params,
-    weights: Any,
-    keys: Array,
-    sampling: Sampling,
-    want_logprobs: Array,
-    ends: Array,
-    carry: Carry,
-    left: Array,
-) -> tuple[Carry, Array, Emission]:
-    """One step, and what is left after it."""
-    carry, emission = advance(
-        *(config, drafter, rule, params, weights, carry, left - 1),
-        *(keys, sampling, want_logprobs),
+    rows = (MOST_STEPS, left.shape[0])
+    wide = (*rows, drafter.max_depth + 1)
+    nothing = Emission(
+        tokens=jnp.zeros(wide, jnp.int32),
+        count=jnp.zeros(rows, jnp.int32),
+        proposed=jnp.zeros(rows, jnp.int32),
+        logprobs=jnp.zeros(wide),
     )
-    return carry, _left_after(left, emission, ends), emission
+    begun = carry, left, Visit(nothing, jnp.int32(0))
+    return lax.while_loop(lambda at: wanted(at[1], at[2].made), advance_once, begun)
 
 
 def _left_after(left: Array, emission: Emission, ends: Array) -> Array:

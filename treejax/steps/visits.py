@@ -7,14 +7,14 @@ was fetched: the device then goes on while the host decodes texts. Clocks tell w
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from treejax.model import Model
 from treejax.shapes import Array
-from treejax.steps.many import Visit, one_step, steps
+from treejax.steps.many import Visit, steps
 from treejax.steps.together import Carry, Emission
 
 LAYER_BYTES = 300e6
@@ -58,16 +58,13 @@ class Visits:
     """The visits of one run.
 
     Args:
-      program: ``one_step`` or ``steps``, see ``choose_program``.
       programs: by form, what ``steps`` takes before the carry.
       carry, left: where decoding starts; both are donated.
       rest: what ``steps`` takes between ``left`` and ``ended``.
     """
 
-    def __init__(
-        self, program: Any, programs: Sequence[tuple], carry: Carry, left: Array, rest: tuple
-    ):
-        self._program, self._programs, self._rest = program, programs, rest
+    def __init__(self, programs: Sequence[tuple], carry: Carry, left: Array, rest: tuple):
+        self._programs, self._rest = programs, rest
         self.carry, self._left = carry, left
         self._asked: deque[_Asked] = deque()
         self._fetched: float | None = None
@@ -82,7 +79,7 @@ class Visits:
         resting = not self._asked or _is_ready(self._asked[-1].visit.made)
         asked = time.perf_counter()
         idle = asked - self._fetched if resting and self._fetched is not None else 0.0
-        self.carry, self._left, visit = self._program(
+        self.carry, self._left, visit = steps(
             *(*self._programs[form], self.carry, self._left, *self._rest),
             *(np.array(ended), np.int32(count), np.bool_(False)),
         )
@@ -99,19 +96,19 @@ class Visits:
         return Fetched(form, emission, int(made), now - begun, now - waiting, idle)
 
 
-def choose_program(model: Model, steps_per_visit: int | None) -> tuple[Any, int | None]:
-    """``one_step`` or ``steps``, and the steps of a visit, None where the loop finds them out.
+def choose_loop(model: Model, steps_per_visit: int | None) -> tuple[bool, int | None]:
+    """Whether a visit is a loop, and its steps, None where they are found out as decoding goes on.
 
-    On a GPU the steps of a large model are visits of their own, unless asked otherwise. Elsewhere a
-    program is not waited for in the middle, and one serves all.
+    On a GPU the steps of a large model are visits of their own, unless asked otherwise. Elsewhere
+    the host need not be asked in the middle of a program, and a loop serves all.
     """
     if jax.devices()[0].platform != "gpu":
-        return steps, steps_per_visit
+        return True, steps_per_visit
     if steps_per_visit is None:
         layers = model.params["layers"]
         if sum(leaf.nbytes for leaf in jax.tree.leaves(layers)) > LAYER_BYTES * len(layers):
             steps_per_visit = 1
-    return (one_step if steps_per_visit == 1 else steps), steps_per_visit
+    return steps_per_visit != 1, steps_per_visit
 
 
 def _is_ready(array: Array) -> bool:
