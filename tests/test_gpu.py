@@ -217,3 +217,7 @@ def test_drafted_text_is_plain_text(policy):
         drafted = treejax.complete(model, prompts, drafter=drafter, **how)
         assert [d.tokens for d in drafted] == [p.tokens for p in plain], drafter
         assert drafted[0].stats.implementation == "mosaic_gpu"
+    if policy == "wy":  # as the steps of a large model are made there: without a loop
+        single = treejax.complete(model, prompts, drafter="mtp", steps_per_visit=1, **how)
+        assert [s.tokens for s in single] == [p.tokens for p in plain]
+        assert single[0].stats.visits == single[0].stats.steps
