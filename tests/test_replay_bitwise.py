@@ -104,6 +104,11 @@ def assert_same_bits(actual, expected):
         np.testing.assert_array_equal(a[:, :, :-1], e[:, :, :-1])
 
 
+def test_the_bits_are_those_of_optimised_programs():
+    """Sums and products that XLA contracts: as users run them, not as ``compiles_fast`` does."""
+    assert jax.config.values["jax_disable_most_optimizations"] is False
+
+
 def test_the_recurrent_shape_is_the_shipped_one():
     shipped = load_model().config
     names = [name for name in vars(CONFIG) if name.startswith("linear_")]
