@@ -1,21 +1,15 @@
 """``python -m treejax.audit`` and ``treejax.audit.run``: options, exit statuses, files.
 
-The audits themselves are replaced by reports made by hand, but for one run of the real thing.
+The audits themselves are replaced by reports made by hand, see ``audit_calls``.
 """
 
-import dataclasses
-import functools
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import audit_reports as made
 import jax
 import pytest
-import tiny
+from audit_calls import answering, subjects
 
 import treejax
 from treejax.audit import __main__ as command_module
@@ -27,50 +21,12 @@ from treejax.audit.sampler.faults import REGISTRY as SAMPLER_FAULTS
 from treejax.audit.whole import run as run_audits
 from treejax.cli.guard import run_command
 from treejax.drafters import MTP
-from treejax.model import Model
 from treejax.policies import REGISTRY as POLICIES
-from treejax.policies import WY, Snapshot
-
-PARTS = {
-    "component": "run",
-    "continuation": "run",
-    "sampler": "run",
-    "detection": "run",
-    "sampler_detection": "detect",
-}
-
-
-class Calls:
-    """What the audits were given; what they answer with."""
-
-    def __init__(self):
-        self.given = {}
-        self.answers = {}
-
-    def answer(self, name, *arguments):
-        self.given[name] = arguments
-        next(a for a in arguments if callable(a))(name, 0, 2)  # progress
-        audit = {"detection": "continuation", "sampler_detection": "sampler"}.get(name, name)
-        checks = tuple(c for c in made.checks() if c.audit == audit)
-        seen = arguments[1] if name == "continuation" else ()
-        told = {name: {"subjects": {subject.name: {"never published": [2]} for subject in seen}}}
-        answer = self.answers.get(name, Report(checks, facts=told))
-        if isinstance(answer, BaseException):
-            raise answer
-        return answer
 
 
 @pytest.fixture
 def calls(monkeypatch, tmp_path):
-    """Every audit answers from memory; the command's cache is a temporary one."""
-    before = jax.config.jax_compilation_cache_dir
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    seen = Calls()
-    for name, function in PARTS.items():
-        answer = functools.partial(seen.answer, name)
-        monkeypatch.setattr(getattr(work, name), function, answer)
-    yield seen
-    jax.config.update("jax_compilation_cache_dir", before)
+    yield from answering(monkeypatch, tmp_path)
 
 
 @pytest.fixture
@@ -86,10 +42,6 @@ def command(calls, capsys):
         return status, *capsys.readouterr()
 
     return run
-
-
-def subjects(calls):
-    return [subject.name for subject in calls.given["continuation"][1]]
 
 
 def test_all_audits_run_and_a_green_one_exits_with_0(command, calls, tmp_path):
@@ -342,51 +294,3 @@ def test_an_audit_that_is_out_of_time_is_red(command, calls, monkeypatch):
     assert status == 1 and err == "treejax.audit: out of time after 3.5 s\n"
     assert list(calls.given) == ["component", "continuation"]  # and its report is lost
     assert "continuation all of it: finished 0" in shown and "RED" in shown
-
-
-def test_the_call_takes_objects_and_says_the_same(calls):
-    """A user's policy in one call; names and objects may be mixed."""
-    model = treejax.load_model()
-    how = {"quick": True, "model": model, "seed": 3}
-    report = run_audits(policy=[WY(), "snapshot"], drafter=MTP("chain3"), **how)
-    assert report.green and "GREEN" in report._repr_html_()
-    assert calls.given["continuation"][0] is model
-    assert subjects(calls) == ["wy/mtp:chain3", "snapshot/mtp:chain3"]
-    assert [type(p) for p in calls.given["component"][0]] == [WY, Snapshot]
-    assert report.facts["audited"]["model"].startswith("a loaded model, float32")
-    assert "detection" not in calls.given
-    run_audits("component", policy="wy", quick=True, faults=False)
-    with pytest.raises(ValueError, match="dtype cannot act on a model that is loaded"):
-        run_audits(model=model, dtype="bfloat16")
-    with pytest.raises(ValueError, match="fault 'nope' is unknown"):
-        run_audits(faults=["nope"])
-    calls.answers["sampler"] = KeyboardInterrupt()
-    with pytest.raises(KeyboardInterrupt):
-        run_audits("sampler", quick=True)
-
-
-def test_a_model_without_a_head_is_audited_with_what_can_serve_it(calls):
-    config = dataclasses.replace(tiny.CONFIG, mtp_num_hidden_layers=0)
-    model = Model(tiny.random_params(config), config)
-    run_audits("continuation", policy="wy", quick=True, model=model)
-    assert subjects(calls) == ["wy/suffix:best16x8"]
-    with pytest.raises(ValueError, match="MTP"):
-        run_audits("continuation", policy="wy", drafter="mtp:chain3", quick=True, model=model)
-
-
-@pytest.mark.slow
-def test_quick_is_green_on_the_model_that_ships(tmp_path):
-    """The real command in a new process with an empty cache, as CI runs it."""
-    done = subprocess.run(
-        [sys.executable, "-m", "treejax.audit", "--quick", "--out", str(tmp_path / "out")],
-        env=os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")},
-        cwd=Path(__file__).parent.parent,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
-    said = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert {check["audit"] for check in said["checks"]} == {"component", "continuation", "sampler"}
-    page = (tmp_path / "out" / "report.html").read_text()
-    assert "<svg" in page and "p-values of the G-tests" in page and "by layer" in page
