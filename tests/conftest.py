@@ -11,6 +11,7 @@ import os
 if importlib.util.find_spec("beartype"):  # a GPU machine may lack it; shapes are checked in CI
     os.environ["TREEJAX_TYPECHECK"] = "beartype"  # read when treejax.shapes is imported
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # its threads spin where cores are busy
 
 import hypothesis
 import jax

@@ -167,9 +167,19 @@ def test_the_peer_says_why_it_did_not_run(tmp_path, monkeypatch):
         ({"arms": ["wy 2,1 mtp"], "batch": 2}, "expected batch 1"),
         ({"arms": ["wy 2,1", "wy 2,1"]}, "asked for twice"),
         ({"arms": ["wy 2,1"], "contexts": []}, "groups need at least one"),
+        ({"arms": ["wy 2,1"], "batch": 0}, r"groups\[0\].batch is 0, expected an integer"),
+        ({"arms": ["wy 2,1"], "lengths": [3, 2]}, "lengths are"),
     ],
 )
 def test_what_no_run_could_do_is_refused(change, said):
     with pytest.raises(ValueError, match=said) as caught:
         StepCost.from_toml(TOML | {"groups": [GROUP | change]}, "small.toml")
     assert str(caught.value).startswith("small.toml") and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["repeats", "rounds", "lot"])
+def test_counts_below_one_are_refused(name):
+    with pytest.raises(ValueError, match=f"small.toml: {name} is -3, expected an integer"):
+        StepCost.from_toml(TOML | {name: -3}, "small.toml")
+    with pytest.raises(ValueError, match="model.vocabulary is 2"):
+        StepCost.from_toml(TOML | {"model": TOML["model"] | {"vocabulary": 2}}, "small.toml")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import time
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -52,6 +53,26 @@ def envelope(model, tmp_path_factory):
     path = tmp_path_factory.mktemp("envelope") / "envelope.json"
     calibrate(model, SHORT).save(path)
     return Envelope.load(path)
+
+
+def test_what_is_not_yet_compiled_is_left_when_an_audit_ends(model, envelope, monkeypatch):
+    """Otherwise the process would go on until every subject's program is there."""
+    begun = []
+
+    def compile_slowly(*_):
+        begun.append(time.monotonic())
+        time.sleep(0.05)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(continuation.audit, "compile_step", compile_slowly)
+    monkeypatch.setattr(continuation.audit, "plain_of", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(model, [Subject(WY(), DRAFTER, RULES["match"])] * 20, ONE_SCHEDULE, envelope)
+    count = len(begun)
+    time.sleep(0.5)
+    assert len(begun) <= count + 1
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,13 @@ from treejax.ablation.lab_timing import copy_bandwidth
 from treejax.ablation.step_cost_arms import PLAIN, Arm, check_names, make_step_arm, make_tree
 from treejax.ablation.step_cost_bench import Bench
 from treejax.ablation.step_cost_lot import Lot
-from treejax.ablation.step_cost_model import ModelSizes, abstract_params, all_bytes, make_model
+from treejax.ablation.step_cost_model import (
+    REFRAIN,
+    ModelSizes,
+    abstract_params,
+    all_bytes,
+    make_model,
+)
 from treejax.ablation.step_cost_peer import PEER, run_peer
 from treejax.ablation.step_cost_rows import state_memory
 from treejax.cli.kernels import choose_implementation
@@ -117,6 +123,14 @@ class StepCost:
         for lengths in (made.lengths, *(group.lengths or (1,) for group in made.groups)):
             if min(lengths, default=0) < 1 or list(lengths) != sorted(set(lengths)):
                 raise ValueError(f"{where}: lengths are {lengths}, expected 1 or more, ascending")
+        counts = {name: getattr(made, name) for name in ("repeats", "rounds", "lot")}
+        counts |= {f"groups[{i}].batch": group.batch for i, group in enumerate(made.groups)}
+        for name, count in counts.items():
+            if count < 1:
+                raise ValueError(f"{where}: {name} is {count}, expected an integer of at least 1")
+        if made.model.vocabulary <= REFRAIN:
+            size = made.model.vocabulary
+            raise ValueError(f"{where}: model.vocabulary is {size}, expected above {REFRAIN}")
         if not 1 <= made.calls <= MOST_CALLS:
             raise ValueError(f"{where}: calls is {made.calls}, expected 1 to {MOST_CALLS}")
         seen: set[tuple[Any, ...]] = set()

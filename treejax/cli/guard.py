@@ -29,6 +29,9 @@ def run_command(
     A ``ValueError`` or ``OSError`` of one line is a mistake: by the project's rule those are ours
     or the system's. One of several lines comes from inside a library and keeps its traceback.
     """
+    # Read when the first triangular solve of a CPU loads its library, whose threads would wait for
+    # each other by spinning: on busy cores 50 ms for a solve that takes a tenth of one.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
     def show(message: Warning | str, *_: object) -> None:
         say(name, str(message))

@@ -5,8 +5,9 @@ that was calibrated on other prefixes and frozen before (the audit of LumoTree, 
 paper, with bounds that are calibrated by layer). Tokens, lengths and old attention rows are exact.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -61,57 +62,69 @@ def run(
         settings.rows(model, depth_of(subject.drafter))  # refused before anything runs
     calibrated = envelope is None
     advance("envelope", 0, len(subjects) + 1)
-    pool = ThreadPoolExecutor(max_workers=1)  # one program compiles while others run
-    ready = [pool.submit(compile_step, model, subject, settings) for subject in subjects]
-    if envelope is None:
-        envelope = calibrate(model, settings)
-    envelope.check_use(model)
-    frozen = envelope.digest
-    texts = settings.texts(model, "held-out")
-    if digest(texts) == envelope.provenance["prefixes"]:
-        raise ValueError("the envelope was calibrated on the held-out prefixes: change the seed")
-    checks: list[Check] = []
-    tables: list[Any] = []
-    facts: dict[str, Any] = {}
-    references: dict[Any, Any] = {}
-    for done, subject in enumerate(subjects, 1):
-        advance(subject.name, done, len(subjects) + 1)
-        tally = Tally(model, subject, envelope)
-        with tally.guarded({"while": "prepared"}):
-            if subject.drafter not in references:  # the last one alone: records are large
-                plain = plain_of(model, texts, subject.drafter, settings)
-                references = {subject.drafter: RowLogits(model, plain)}
-            ready[done - 1].result()
-            course = Course(model, subject, texts, references[subject.drafter], settings)
-            long = functools.partial(advance, f"{subject.name}, long run")
-            tables += _follow(course, tally, long)
-        checks += tally.checks
-        tables += [("largest distances", tuple(tally.rows()))]
-        if tally.left_out:
-            tables += [("left out", tuple(tally.left_out))]
-        if tally.drift:
-            tables += [("long run, by cycle", tuple(tally.drift))]
-        facts[subject.name] = tally.facts | {"never published": tally.never_published()}
-    advance("continuation", len(subjects) + 1, len(subjects) + 1)
-    return Report(
-        checks=tuple(checks),
-        tables=(("envelope", tuple(_bounds(envelope))), *_merged(tables)),
-        facts={
-            "continuation": {
-                "settings": settings.as_dict(),
-                "envelope": frozen,
-                "calibrated": "in this run, before the held-out prefixes"
-                if calibrated
-                else "before",
-                "provenance": dict(envelope.provenance),
-                "controls": {name: dict(seen) for name, seen in envelope.controls.items()},
-                "held-out prefixes": digest(texts),
-                "dtype": jnp.dtype(model.dtype).name,
-                "device": jax.devices()[0].device_kind,
-                "subjects": facts,
-            }
-        },
-    )
+    with _compiling() as pool:
+        ready = [pool.submit(compile_step, model, subject, settings) for subject in subjects]
+        if envelope is None:
+            envelope = calibrate(model, settings)
+        envelope.check_use(model)
+        frozen = envelope.digest
+        texts = settings.texts(model, "held-out")
+        if digest(texts) == envelope.provenance["prefixes"]:
+            raise ValueError(
+                "the envelope was calibrated on the held-out prefixes: change the seed"
+            )
+        checks: list[Check] = []
+        tables: list[Any] = []
+        facts: dict[str, Any] = {}
+        references: dict[Any, Any] = {}
+        for done, subject in enumerate(subjects, 1):
+            advance(subject.name, done, len(subjects) + 1)
+            tally = Tally(model, subject, envelope)
+            with tally.guarded({"while": "prepared"}):
+                if subject.drafter not in references:  # the last one alone: records are large
+                    plain = plain_of(model, texts, subject.drafter, settings)
+                    references = {subject.drafter: RowLogits(model, plain)}
+                ready[done - 1].result()
+                course = Course(model, subject, texts, references[subject.drafter], settings)
+                long = functools.partial(advance, f"{subject.name}, long run")
+                tables += _follow(course, tally, long)
+            checks += tally.checks
+            tables += [("largest distances", tuple(tally.rows()))]
+            if tally.left_out:
+                tables += [("left out", tuple(tally.left_out))]
+            if tally.drift:
+                tables += [("long run, by cycle", tuple(tally.drift))]
+            facts[subject.name] = tally.facts | {"never published": tally.never_published()}
+        advance("continuation", len(subjects) + 1, len(subjects) + 1)
+        return Report(
+            checks=tuple(checks),
+            tables=(("envelope", tuple(_bounds(envelope))), *_merged(tables)),
+            facts={
+                "continuation": {
+                    "settings": settings.as_dict(),
+                    "envelope": frozen,
+                    "calibrated": "in this run, before the held-out prefixes"
+                    if calibrated
+                    else "before",
+                    "provenance": dict(envelope.provenance),
+                    "controls": {name: dict(seen) for name, seen in envelope.controls.items()},
+                    "held-out prefixes": digest(texts),
+                    "dtype": jnp.dtype(model.dtype).name,
+                    "device": jax.devices()[0].device_kind,
+                    "subjects": facts,
+                }
+            },
+        )
+
+
+@contextlib.contextmanager
+def _compiling() -> Iterator[ThreadPoolExecutor]:
+    """A thread in which one program compiles while others run; none is begun once that ended."""
+    pool = ThreadPoolExecutor(max_workers=1)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _follow(course: Course, tally: Tally, advance: Callable[[int, int], None]) -> list[Any]:
