@@ -186,7 +186,7 @@ def _sound(name: str, job: Callable[[], Report]) -> Report:
     for: an error of one line, by the project's rule."""
     try:
         return job()
-    except Exception as error:
+    except Exception as error:  # whatever a part fails of, the others still tell their findings
         if isinstance(error, ValueError | OSError) and "\n" not in str(error):
             raise
         return Report((failed(name, "all of it", {}, said(error)),))
