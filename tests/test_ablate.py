@@ -17,7 +17,7 @@ import jax
 import pytest
 
 from treejax import ablate
-from treejax.ablation import EXPERIMENTS
+from treejax.ablation import EXPERIMENTS, Cell
 from treejax.ablation.figures import HINT
 from treejax.cli.guard import run_command
 from treejax.cli.progress import progress
@@ -118,7 +118,8 @@ def test_ctrl_c_leaves_a_folder_that_can_be_used(command, config, tmp_path):
     shown, err = process.communicate(timeout=60)
     assert process.returncode == 130
     count = len(rows_in(out))
-    assert f"interrupted with {12 - count} of 12 rows missing: --resume goes on" in err
+    assert f"interrupted with {12 - count} of 12 rows missing (" in err
+    assert "): --resume goes on from here" in err
     assert "Traceback" not in err and f"{count} rows" in shown
     summary = json.loads((out / "summary.json").read_text())
     assert sum(row["count"] for row in summary["rows"]) == count
@@ -129,8 +130,17 @@ def test_ctrl_c_leaves_a_folder_that_can_be_used(command, config, tmp_path):
 def test_a_time_limit_ends_a_run_between_rows(command, config, tmp_path):
     out = tmp_path / "out"
     status, _, err = command(config, "--out", out, "--time-limit", "0")
-    assert status == 0 and len(rows_in(out)) == 1
-    assert "out of time with 11 of 12 rows missing: --resume goes on from here" in err
+    assert status == 1 and len(rows_in(out)) == 1  # as of an audit that did not end
+    missing = "11 of 12 rows missing (4 of a, 4 of b, 3 of always)"
+    assert f"out of time with {missing}: --resume goes on from here" in err
+    assert command(config, "--out", out, "--resume")[0] == 0 and len(rows_in(out)) == 12
+
+
+def test_many_arms_with_missing_rows_are_counted():
+    left = [Cell(f"arm{i}", {}, repeat) for i in range(8) for repeat in range(2)]
+    assert ablate._by_arm(left[:12]).endswith("2 of arm4, 2 of arm5")
+    assert ablate._by_arm(left[:14]).endswith("2 of arm5, and 2 of 1 other arm")
+    assert ablate._by_arm(left).endswith("2 of arm5, and 4 of 2 other arms")
 
 
 def test_a_changed_toml_or_option_is_refused(command, config, tmp_path):
@@ -196,7 +206,8 @@ def test_without_matplotlib_there_is_one_line_and_no_figure(command, config, tmp
     [
         (None, ["--out", "x"], "no such configuration file"),
         ("experiment =", ["--out", "x"], "is not valid TOML"),
-        ("", ["--out", "x"], "experiment is None, expected one of: requests"),
+        ("", ["--out", "x"], "missing key 'experiment', expected one of: requests"),
+        ('experimint = "x"', ["--out", "x"], "step_cost, counting; it has experimint"),
         ('experiment = "x"', ["--out", "x"], "experiment is 'x', expected one of"),
         (counting.TOML, [], "--out DIR is missing"),
         (counting.TOML, ["--out", "x", "--arms", "c"], "--arms c: no such arm"),
@@ -206,7 +217,13 @@ def test_without_matplotlib_there_is_one_line_and_no_figure(command, config, tmp
         (counting.TOML, ["--out", "x", "--implementation", "cuda"], "invalid choice: 'cuda'"),
         (counting.TOML, ["--out", "x", "--time-limit", "soon"], "invalid float value: 'soon'"),
         (counting.TOML + "extra = 1", ["--out", "x"], "count.toml: unknown key 'extra'"),
-        (counting.TOML.replace("seed = 3", ""), ["--out", "x"], "seed is None, expected"),
+        (counting.TOML, ["--out", "x", "--time-limit", "nan"], "--time-limit is nan, expected sec"),
+        (counting.TOML.replace("seed = 3", ""), ["--out", "x"], "count.toml: missing key 'seed'"),
+        (
+            counting.TOML.replace("seed = 3", "sed = 3").replace("repeats", "repeat"),
+            ["--out", "x"],
+            "unknown key 'repeat', expected one of: red, repeats, seed; missing keys 'seed'",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(command, config, text, arguments, message):

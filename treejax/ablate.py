@@ -5,10 +5,12 @@
 
 The TOML is the experiment (``treejax.ablation`` lists the kinds). DIR gets ``rows.jsonl`` while it
 runs, then ``summary.csv``, ``summary.json`` and figures; the tables go to stdout. A run that was
-killed, interrupted or out of time goes on with ``--resume``. Exit status 1 if any row is red.
+killed, interrupted or out of time goes on with ``--resume``. Exit status 1 if any row is red, or
+missing.
 """
 
 import argparse
+import collections
 import dataclasses
 import sys
 import time
@@ -38,11 +40,17 @@ from treejax.config import read_toml
 from treejax.progress import Advance
 
 NAME = "treejax.ablate"
+STATUS = (
+    "Exit status: 0 every row is there and none is red; 1 a row is red, or missing because the time "
+    "was over (the last line says which, --resume goes on); 2 a mistake; 130 interrupted."
+)
 _OPTIONS = ("wheel", "checkpoint", "dtype", "implementation", "requests")
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = Parser(f"python -m {NAME}", description="Run an experiment.", allow_abbrev=False)
+    parser = Parser(
+        f"python -m {NAME}", description="Run an experiment.", epilog=STATUS, allow_abbrev=False
+    )
     parser.add_argument("config", metavar="CONFIG.toml", help="describes the experiment")
     parser.add_argument("--out", type=Path, metavar="DIR", help="rows, summaries and figures")
     parser.add_argument("--arms", metavar="A,B", help="only these arms, or those that begin so")
@@ -50,7 +58,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--resume", action="store_true", help="go on with the run in DIR")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and memory by arm")
     parser.add_argument(
-        "--time-limit", type=float, metavar="SECONDS", help="begin nothing new after these"
+        "--time-limit",
+        type=float,
+        metavar="SECONDS",
+        help="begin nothing new after these; exit status 1 if rows are then missing",
     )
     some = parser.add_argument_group("what some experiments take")
     some.add_argument("--wheel", metavar="FILE", help="wheel that holds the prompts")
@@ -65,6 +76,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str]) -> int:
     options = make_parser().parse_args(arguments)
+    limit = options.time_limit
+    if limit is not None and not limit >= 0:
+        raise ValueError(f"--time-limit is {limit:g}, expected seconds of at least 0")
     out: Path | None = options.out
     if out is None and not options.dry_run:
         raise ValueError("--out DIR is missing, expected a folder for rows and summaries")
@@ -90,20 +104,36 @@ def main(arguments: Sequence[str]) -> int:
             report(experiment, context, file, environment(text, seed, arguments))
             raise
     report(experiment, context, file, environment(text, seed, arguments))
-    left = len(file.missing(cells))
+    left = file.missing(cells)
     if left:
-        say(NAME, f"{ended} with {left} of {len(cells)} rows missing: --resume goes on from here")
+        said = f"{len(left)} of {len(cells)} rows missing ({_by_arm(left)})"
+        say(NAME, f"{ended} with {said}: --resume goes on from here")
     if ended == "interrupted":
         return INTERRUPTED
-    return 1 if any(row["gate"] == RED for row in file.rows) else 0
+    return 1 if left or any(row["gate"] == RED for row in file.rows) else 0
+
+
+def _by_arm(left: Sequence[Cell], most: int = 6) -> str:
+    """How many rows of each arm: "3 of wy, 2 of ring, and 4 of 2 other arms"."""
+    counts = collections.Counter(cell.arm for cell in left)
+    said = [f"{count} of {arm}" for arm, count in list(counts.items())[:most]]
+    others = list(counts.values())[most:]
+    if others:
+        said.append(f"and {sum(others)} of {len(others)} other arm{'s'[: len(others) - 1]}")
+    return ", ".join(said)
 
 
 def read_experiment(options: argparse.Namespace) -> tuple[Experiment, str, int]:
     """The experiment, its TOML's text, and the seed."""
     table = read_toml(options.config)
-    name = table.pop("experiment", None)
+    known = ", ".join(EXPERIMENTS)
+    if "experiment" not in table:
+        there = f"it has {', '.join(table)}" if table else "it is empty"
+        raise ValueError(
+            f"{options.config}: missing key 'experiment', expected one of: {known}; {there}"
+        )
+    name = table.pop("experiment")
     if name not in EXPERIMENTS:
-        known = ", ".join(EXPERIMENTS)
         raise ValueError(f"{options.config}: experiment is {name!r}, expected one of: {known}")
     if options.repeats is not None:
         table["repeats"] = options.repeats
@@ -112,7 +142,7 @@ def read_experiment(options: argparse.Namespace) -> tuple[Experiment, str, int]:
         if getattr(options, option) is not None and option not in kind.options:
             raise ValueError(f"--{option}: the experiment {name!r} cannot use it, leave it out")
     for key, least in (("seed", 0), ("repeats", 1)):
-        value = table.get(key)
+        value = table.get(key, least)  # of a missing one the experiment says more
         if type(value) is not int or value < least:
             where = f"{options.config}: {key}"
             raise ValueError(f"{where} is {value!r}, expected an integer of at least {least}")

@@ -114,16 +114,20 @@ def from_mapping[T](cls: type[T], values: dict[str, Any], where: str) -> T:
     Nested dataclass fields take nested tables; lists become tuples.
     """
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    unset = dataclasses.MISSING
+    needed = [n for n, f in fields.items() if f.default is unset and f.default_factory is unset]
+    missing = [name for name in needed if name not in values]
+    lacking = f"missing key{'s'[: len(missing) - 1]} {', '.join(map(repr, missing))}"
     unknown = sorted(set(values) - set(fields))
-    if unknown:
-        known = ", ".join(sorted(fields))
-        raise ValueError(f"{where}: unknown key {unknown[0]!r}, expected one of: {known}")
-    built = {}
-    for name, field in fields.items():
-        if name in values:
-            built[name] = _convert(field.type, values[name], f"{where}.{name}")
-        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            raise ValueError(f"{where}: missing key {name!r}")
+    if unknown:  # perhaps a missing one misspelt: both are said
+        known, more = ", ".join(sorted(fields)), f"; {lacking}" if missing else ""
+        raise ValueError(f"{where}: unknown key {unknown[0]!r}, expected one of: {known}{more}")
+    if missing:
+        raise ValueError(f"{where}: {lacking}")
+    built = {
+        name: _convert(fields[name].type, value, f"{where}.{name}")
+        for name, value in values.items()
+    }
     return cls(**built)
 
 
