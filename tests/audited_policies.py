@@ -113,6 +113,15 @@ class Unhashable(Own):
         return self is other
 
 
+class Unsized(Own):
+    """Says of its memory what cannot be."""
+
+    name = "unsized"
+
+    def buffers(self, config, capacity, batch=1):
+        return {"scratch": -capacity, "ring": batch * 1.5, "rest": True, "right": 0}
+
+
 class Halved(Own):
     """Outputs of half their precision."""
 

@@ -37,6 +37,9 @@ def test_the_call_takes_objects_and_says_the_same(calls):
     run_audits("component", policy="wy", quick=True, faults=False)
     with pytest.raises(ValueError, match="dtype cannot act on a model that is loaded"):
         run_audits(model=model, dtype="bfloat16")
+    for wrong, said in ((object(), "object is no policy: it lacks name"), (WY, r"WY \(a class\)")):
+        with pytest.raises(ValueError, match=said):
+            run_audits(policy=["wy", wrong], model=model)
     with pytest.raises(ValueError, match="fault 'nope' is unknown"):
         run_audits(faults=["nope"])
     calls.answers["sampler"] = KeyboardInterrupt()

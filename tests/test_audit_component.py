@@ -10,16 +10,20 @@ import oracle
 import pytest
 import random_trees
 
-from treejax.audit import component
+from treejax.audit import component, step
 from treejax.audit.component.block import WIDE
 from treejax.audit.component.operands import HYDRA, Shape, draw, draw_states, random_parents
 from treejax.audit.component.repeats import repeats
 from treejax.audit.component.rules import REBUILT, RELATIVE, SOLVED, promise_of
 from treejax.audit.component.settings import Settings
+from treejax.audit.component.sizes import wrong_buffers
 from treejax.audit.component.subject import Subject
+from treejax.audit.component.tally import label_of
 from treejax.audit.component.truth import STRICT, Errors, along, errors, exact, native
 from treejax.audit.raised import RAISED
+from treejax.drafters import MTP
 from treejax.policies import REGISTRY, WY, SolveReplay
+from treejax.steps.rules import REGISTRY as RULES
 from treejax.tree import Tree
 
 TINY = Shape(2, 3, key_heads=1, value_heads=2, key_dim=8, value_dim=8)
@@ -169,7 +173,7 @@ def test_a_users_policy_of_a_notebook_is_audited_in_one_call(monkeypatch):
     [
         ([], "there is no policy to audit, expected at least one"),
         (["wy"], r"a policy is an object, got the name 'wy': make_policy\('wy'\) makes it one"),
-        ([WY], r"WY \(a class\) is no policy: it lacks|it must be an object: call it"),
+        ([WY], r"WY \(a class\) is no policy: it must be an object, call it with its settings"),
         ([7], r"int is no policy: it lacks name, implementation, init\(\), plan\(\)"),
         ([WY(), WY()], "policy wy is given twice"),
         ([audited.Unhashable()], "policy 'own' cannot be hashed.*frozen dataclass"),
@@ -179,6 +183,38 @@ def test_what_is_no_policy_is_named_in_one_line(policies, message):
     with pytest.raises(ValueError, match=message) as caught:
         run(policies)
     assert "\n" not in str(caught.value)
+
+
+def test_memory_that_cannot_be_is_red():
+    """Plans and statistics add up what ``buffers()`` says."""
+    assert wrong_buffers(audited.Own(), TINY) == []
+    for policy in REGISTRY.values():
+        assert wrong_buffers(policy(), TINY) == []
+    found = wrong_buffers(audited.Unsized(), TINY)
+    assert set(found) == {"scratch: -1", "scratch: -32", "ring: 1.5", "ring: 4.5", "rest: True"}
+    (check,) = run([audited.Unsized()]).red
+    assert check.name == "buffers() that are no bytes" and check.value == 5
+    assert "scratch: -1, ring: 1.5" in check.note and "\n" not in check.note
+
+
+def test_a_name_that_is_another_classs_is_told_apart():
+    """A policy that inherits its name would be reported as the one that it comes from."""
+
+    class Mine(WY):
+        pass
+
+    class Taken(audited.Own):
+        name = "wy"
+
+    assert [label_of(p) for p in (WY(), Mine(), Mine("ieee", "auto"), Taken(), audited.Own())] == [
+        "wy",
+        "wy (Mine)",
+        "wy (Mine)@implementation=auto",
+        "wy (Taken)",
+        "own",
+    ]
+    assert label_of(audited.Unhashable()) == "own (Unhashable)"
+    assert step.Subject(Mine(), MTP("chain2"), RULES["match"]).name == "wy (Mine)/mtp:chain2"
 
 
 def test_a_policy_that_raises_is_red_and_the_others_are_audited():

@@ -246,5 +246,7 @@ def test_make_policy_takes_a_name_or_an_object():
     assert make_policy(Replay(lanes=2)) is not None and make_policy(Replay(lanes=2)).lanes == 2
     with pytest.raises(ValueError, match="object is no policy: it lacks name, implem"):
         make_policy(object())
+    with pytest.raises(ValueError, match=r"WY \(a class\) is no policy: it must be an object"):
+        make_policy(WY)
     with pytest.raises(ValueError, match="unknown policy 'rewind', expected one of: snapshot"):
         make_policy("rewind")

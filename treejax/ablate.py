@@ -41,8 +41,8 @@ from treejax.progress import Advance
 
 NAME = "treejax.ablate"
 STATUS = (
-    "Exit status: 0 every row is there and none is red; 1 a row is red, or missing because the time "
-    "was over (the last line says which, --resume goes on); 2 a mistake; 130 interrupted."
+    "Exit status: 0 every row is there and none is red; 1 a row is red, or missing because time "
+    "ran out (the last line says which, --resume goes on); 2 a mistake; 130 interrupted."
 )
 _OPTIONS = ("wheel", "checkpoint", "dtype", "implementation", "requests")
 

@@ -26,7 +26,7 @@ from treejax.drafters import Drafter, make_drafter
 from treejax.drafters.spec import spec_of
 from treejax.history import History, begin
 from treejax.model import Model, check_prompt, prompt_blocks
-from treejax.policies import Policy, kernel_problem, make_policy
+from treejax.policies import Policy, kernel_problem, make_policy, policy_title
 from treejax.policies.choose import choose_policy
 from treejax.requests import Piece, Request
 from treejax.sampling import Sampling
@@ -288,5 +288,6 @@ def _keys(seed: Any, batch: int) -> Array:
 def _name(stats: Stats, policy: Policy, drafter: Drafter, rule: Rule) -> None:
     """Say what serves a request."""
     stats.rule, stats.lossless = rule.name, rule.lossless
-    stats.policy, stats.drafter, stats.tree = policy.name, spec_of(drafter), drafter.shape.name
+    stats.policy, stats.drafter = policy_title(policy), spec_of(drafter)
+    stats.tree = drafter.shape.name
     stats.implementation, stats.device = policy.implementation, jax.devices()[0].device_kind

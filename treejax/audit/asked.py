@@ -10,7 +10,7 @@ from treejax.audit.faults import REGISTRY as ENGINE_FAULTS
 from treejax.audit.sampler.faults import REGISTRY as SAMPLER_FAULTS
 from treejax.drafters import Drafter, make_drafter
 from treejax.model import Model
-from treejax.policies import Policy, make_policy
+from treejax.policies import Policy, check_policy, make_policy
 from treejax.steps.rules import named
 from treejax.steps.rules.base import Rule
 
@@ -122,6 +122,8 @@ class Asked:
         for policy in self.policy:
             if isinstance(policy, str):
                 make_policy(policy, "xla")
+            else:
+                check_policy(policy)
         for drafter in self.drafter:
             read_drafter(drafter)
         for rule in self.rule:
@@ -146,7 +148,7 @@ def read_drafter(drafter: str | Drafter) -> Drafter:
       ValueError: an unknown drafter, setting or tree.
     """
     if not isinstance(drafter, str):
-        return drafter
+        return make_drafter(drafter)
     name, colon, tree = drafter.partition(":")
     if name.partition("@")[0] == "scripted":
         raise ValueError("drafter 'scripted' needs the answers: from Python, audit an object of it")

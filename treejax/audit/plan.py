@@ -14,7 +14,7 @@ from treejax.drafters import Drafter
 from treejax.loop import DEFAULT_DRAFTER, DEFAULT_TREE
 from treejax.model import Model
 from treejax.policies import REGISTRY as POLICIES
-from treejax.policies import Policy, kernel_problem, make_policy
+from treejax.policies import Policy, kernel_problem, make_policy, policy_title
 from treejax.policies.choose import DEFAULT as DEFAULT_POLICY
 from treejax.policies.choose import choose_policy
 from treejax.steps.rules import REGISTRY as RULES
@@ -175,7 +175,7 @@ def _missing(
     if out:
         yield f"audits {', '.join(out)}: not asked for"
     if {"component", "continuation"} & set(chosen):
-        yield from _others("policies", POLICIES, (policy.name for policy in policies))
+        yield from _others("policies", POLICIES, map(policy_title, policies))
         used = {policy.implementation for policy in policies}
         if "mosaic_gpu" not in used:
             yield f"kernels on a GPU: {device_problem() or 'implementation xla was asked for'}"

@@ -13,6 +13,7 @@ from treejax.checkpoint import find_folder
 from treejax.drafters import Drafter
 from treejax.drafters.spec import spec_of
 from treejax.model import Model
+from treejax.policies import policy_title
 
 
 def audited(asked: Asked, plan: Plan, model: Model | None) -> dict[str, Any]:
@@ -22,7 +23,7 @@ def audited(asked: Asked, plan: Plan, model: Model | None) -> dict[str, Any]:
     profile = "quick" if asked.quick else "full"
     facts: dict[str, Any] = {"audits": f"{', '.join(asked.chosen)}{planted}: {profile} profile"}
     if chosen & {"component", "continuation"}:
-        facts["policies"] = _list(policy.name for policy in plan.policies)
+        facts["policies"] = _list(map(policy_title, plan.policies))
     if plan.subjects:
         facts["drafters"] = _list(_draft(subject.drafter) for subject in plan.subjects)
     rules = [subject.rule.name for subject in plan.subjects]

@@ -20,7 +20,7 @@ from treejax.drafters import Drafter
 from treejax.drafters.base import Draft, path_tokens
 from treejax.drafters.spec import spec_of
 from treejax.history import History, extend
-from treejax.policies import Policy
+from treejax.policies import Policy, policy_title
 from treejax.sampling import Sampling, per_sequence
 from treejax.shapes import Array
 from treejax.state import State
@@ -45,7 +45,7 @@ class Subject:
         drafter = f"{spec_of(self.drafter)}:{self.drafter.shape.name}"
         rule = "" if self.rule.name == "match" else f" by {self.rule.name}"
         fault = "" if self.fault.name == "none" else f" with {self.fault.name}"
-        return f"{self.policy.name}/{drafter}{rule}{fault}"
+        return f"{policy_title(self.policy)}/{drafter}{rule}{fault}"
 
 
 class Engine(struct.PyTreeNode):

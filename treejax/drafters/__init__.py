@@ -59,6 +59,30 @@ REGISTRY = {
 }
 
 
+_PARTS = "name", "proposals", "shape", "capacity", "max_depth", "forms"
+_FUNCTIONS = "init", "prime", "propose", "observe", "rest", "learn", "pace"
+
+
+def check_drafter(drafter: Any) -> None:
+    """Refuse what is no drafter object; a name is one of ``make_drafter``'s.
+
+    Raises:
+      ValueError: one line: a class, or parts that are lacking.
+    """
+    if isinstance(drafter, type):
+        raise ValueError(
+            f"{drafter.__name__} (a class) is no drafter: it must be an object, call it with its "
+            "tree"
+        )
+    lacking = [name for name in _PARTS if not hasattr(drafter, name)]
+    lacking += [f"{name}()" for name in _FUNCTIONS if not callable(getattr(drafter, name, None))]
+    if lacking:
+        raise ValueError(
+            f"{type(drafter).__name__} is no drafter: it lacks {', '.join(lacking)}; "
+            "treejax.drafters.Drafter says what one is"
+        )
+
+
 def make_drafter(
     drafter: str | Drafter | None, tree: str | StaticTree | Best | None = None
 ) -> Drafter:
@@ -67,7 +91,8 @@ def make_drafter(
     A name may bring settings: ``mtp@draws=coupled``. None is ``Plain``, which proposes nothing.
 
     Raises:
-      ValueError: one line: an unknown name, setting or tree, or a tree that cannot be filled.
+      ValueError: one line: an unknown name, setting or tree, a tree that cannot be filled, or an
+        object that is no drafter.
     """
     if drafter is None:
         if tree is not None:
@@ -85,6 +110,7 @@ def make_drafter(
             values["tree"] = tree
         made: Any = kind(**values)
         return made
+    check_drafter(drafter)
     if tree is None:
         return drafter
     if isinstance(drafter, Plain | Resting) or not isinstance(drafter, Shaped):

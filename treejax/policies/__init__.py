@@ -25,7 +25,47 @@ REGISTRY: dict[str, Any] = {
     "per_path": PerPath,
 }
 
-_PARTS = "name", "implementation", "init", "plan", "scan", "commit", "read", "buffers"
+_FUNCTIONS = "init", "plan", "scan", "commit", "read", "buffers"
+
+
+def check_policy(policy: Any) -> None:
+    """Refuse what is no policy object; a name is one of ``make_policy``'s.
+
+    Raises:
+      ValueError: one line: a class, parts that are lacking, or an object that jit cannot take.
+    """
+    if isinstance(policy, type):
+        raise ValueError(
+            f"{policy.__name__} (a class) is no policy: it must be an object, call it with its "
+            "settings"
+        )
+    what = type(policy).__name__
+    lacking = [name for name in ("name", "implementation") if not hasattr(policy, name)]
+    lacking += [f"{name}()" for name in _FUNCTIONS if not callable(getattr(policy, name, None))]
+    if lacking:
+        raise ValueError(
+            f"{what} is no policy: it lacks {', '.join(lacking)}; treejax.policies.Policy says "
+            "what one is"
+        )
+    try:
+        hash(policy)
+    except TypeError:
+        raise ValueError(
+            f"policy {policy.name!r} cannot be hashed, and jit keys its programs by it: make its "
+            "class a frozen dataclass"
+        ) from None
+
+
+def policy_title(policy: Policy) -> str:
+    """What reports call a policy: its name, and its class in brackets where the name is another's.
+
+    "wy (Mine)" is an object of a class Mine that inherits its name, or takes one of ``REGISTRY``.
+    """
+    kind = type(policy)
+    own = "name" in vars(kind) or "name" in getattr(policy, "__dict__", ())
+    if own and REGISTRY.get(policy.name, kind) is kind:
+        return policy.name
+    return f"{policy.name} ({kind.__name__})"
 
 
 def make_policy(
@@ -51,12 +91,7 @@ def make_policy(
         if policy not in REGISTRY:
             raise ValueError(f"unknown policy {policy!r}, expected one of: {', '.join(REGISTRY)}")
         return REGISTRY[policy](implementation=resolve(implementation, unsupported))
-    lacking = [part for part in _PARTS if not hasattr(policy, part)]
-    if lacking:
-        raise ValueError(
-            f"{type(policy).__name__} is no policy: it lacks {', '.join(lacking)} (see "
-            "treejax.policies.base.Policy)"
-        )
+    check_policy(policy)
     settings: Any = policy
     own = policy.implementation
     if own == "auto":
@@ -73,4 +108,14 @@ def make_policy(
     return policy
 
 
-__all__ = ["REGISTRY", "Path", "Policy", "Scanned", "kernel_problem", "kernel_rows", "make_policy"]
+__all__ = [
+    "REGISTRY",
+    "Path",
+    "Policy",
+    "Scanned",
+    "check_policy",
+    "kernel_problem",
+    "kernel_rows",
+    "make_policy",
+    "policy_title",
+]

@@ -23,6 +23,7 @@ from treejax.audit.component.repeats import repeats
 from treejax.audit.component.rig import Rig, as_policy
 from treejax.audit.component.rules import promise_of
 from treejax.audit.component.settings import Settings
+from treejax.audit.component.sizes import wrong_buffers
 from treejax.audit.component.steps import Journey, travel
 from treejax.audit.component.subject import Subject
 from treejax.audit.component.tally import (
@@ -70,6 +71,12 @@ def run(policies: Sequence[Policy], settings: Settings = FULL, advance: Advance 
         trees = plant(settings.shape, [HYDRA] * settings.shape.batch)
         with subject.guarded({"while": f"traced at {settings.shape}"}):
             subject.rig.check(settings.shape, first.drawn, trees)
+        if not subject.runs:
+            continue
+        with subject.guarded({"while": "buffers()"}):
+            wrong = wrong_buffers(subject.rig.policy, settings.shape)
+            note = f"{', '.join(wrong)}: expected bytes by name, integers of 0 or more"
+            subject.add("buffers() that are no bytes", {}, len(wrong), note if wrong else "")
     cases = [[settings.seed, i, j] for i in range(len(SPLITS)) for j in range(settings.sets)]
     seeds = tuple(map(tuple, cases))
     stays = {s.label: why_it_stays(s.rig.policy) for s in subjects if s.runs}

@@ -21,8 +21,6 @@ from treejax.shapes import Array
 from treejax.steps.publish import path_in_scratch
 from treejax.tree import Tree, describe, sort_rows
 
-NEEDED = ("init", "plan", "scan", "commit", "read", "buffers")
-
 
 class Verified(NamedTuple):
     """Outputs [L, B, N, Hv, dv]; scratch of every layer; the carry; where rows went, or None."""
@@ -43,21 +41,6 @@ def as_policy(policy: Any) -> Policy:
         raise ValueError(
             f"a policy is an object, got the name {policy!r}: make_policy({policy!r}) makes it one"
         )
-    what = f"{policy.__name__} (a class)" if isinstance(policy, type) else type(policy).__name__
-    lacking = [name for name in ("name", "implementation") if not hasattr(policy, name)]
-    lacking += [f"{name}()" for name in NEEDED if not callable(getattr(policy, name, None))]
-    if lacking or isinstance(policy, type):
-        hint = f"lacks {', '.join(lacking)}" if lacking else "must be an object: call it"
-        raise ValueError(
-            f"{what} is no policy: it {hint}; treejax.policies.Policy says what one is"
-        )
-    try:
-        hash(policy)
-    except TypeError:
-        raise ValueError(
-            f"policy {policy.name!r} cannot be hashed, and jit keys its programs by it: "
-            "make its class a frozen dataclass"
-        ) from None
     return make_policy(policy)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from treejax.audit.base import Check
 from treejax.audit.component.rules import CONTRACT, Promise
 from treejax.audit.component.truth import STRICT, Errors, Rule
-from treejax.policies import Policy
+from treejax.policies import Policy, policy_title
 
 AUDIT = "component"
 KINDS = ("outputs", "states")
@@ -63,16 +63,16 @@ class Cells:
 
 
 def label_of(policy: Policy) -> str:
-    """A policy's name, with the settings that are not its class's own: ring@length=3."""
+    """A policy's title, with the settings that are not its class's own: ring@length=3."""
     settings: Any = policy
     if not dataclasses.is_dataclass(settings):
-        return policy.name
+        return policy_title(policy)
     other = [
         f"{field.name}={getattr(settings, field.name)}"
         for field in dataclasses.fields(settings)
         if getattr(settings, field.name) != field.default
     ]
-    return "@".join([policy.name, *([",".join(other)] if other else [])])
+    return "@".join([policy_title(policy), *([",".join(other)] if other else [])])
 
 
 def rules_of(promise: Promise) -> dict[str, Rule]:
