@@ -115,6 +115,12 @@ def test_mistakes_are_named():
         make_policy("auto")
 
 
+@pytest.mark.parametrize("place", [(0, 0), (0, 8), (1, 0), (1.5, 8), (True, 8), (1, None)])
+def test_a_batch_or_tree_that_cannot_be_is_refused(place):
+    with pytest.raises(ValueError, match=r"(batch|nodes) is .*, expected an integer of at least 1"):
+        choose_policy(tiny.CONFIG, *place, "xla", TABLE)
+
+
 def test_generation_by_default_says_what_it_picked(caplog):
     model = tiny.model()
     with caplog.at_level(logging.INFO, "treejax"):

@@ -47,12 +47,24 @@ def test_texts_are_scored_as_their_tokens_are(monkeypatch):
         ([[1, 2]], None, "lengths are missing, expected"),
         ([1, 2], [2], r"tokens have shape \(2,\), expected \[B, T\], or a text"),
         ([[1, 300]], [2], "tokens must lie in 0..257, got 300"),
+        ([], None, "there is nothing to score, expected at least one text"),
+        ((), [], "there is nothing to score"),
+        ([[]], [0], "there is nothing to score"),
+        (np.zeros((0, 3), np.int32), [], "there is nothing to score"),
+        (5, None, r"tokens have shape \(\), expected \[B, T\], or a text"),
+        ([[1, 2], [3]], [2, 1], "tokens are rows of different lengths, expected"),
+        ([[1.5, 2.0]], [2], "tokens are of type float64, expected integers"),
     ],
 )
 def test_what_cannot_be_scored_is_refused_in_one_line(tokens, lengths, message):
     with pytest.raises(ValueError, match=message) as refused:
         treejax.score(byte_model.model(), tokens, lengths)
     assert "\n" not in str(refused.value)
+
+
+def test_what_is_no_model_is_named():
+    with pytest.raises(ValueError, match=r"the name 'small', expected .*: load_model\('small'\)"):
+        treejax.score("small", "text")
 
 
 def test_a_model_without_a_tokenizer_says_what_to_do():

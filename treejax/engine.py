@@ -1,15 +1,13 @@
 """The public way in: continue one prompt or several, at once or piece by piece."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
 from treejax.loop import run
-from treejax.model import Model
+from treejax.model import Model, check_model
 from treejax.policies import Policy
-from treejax.requests import Piece, Request, make_requests
+from treejax.requests import Piece, Request, Stop, make_requests, several
 from treejax.sampling import Sampling
 from treejax.stats import Stats
 from treejax.steps.rules.base import Rule
@@ -48,7 +46,7 @@ def complete(
     sampling: Sampling | None = None,
     rule: str | Rule = "match",
     seed: int | Sequence[int] = 0,
-    stop: Sequence[str | int] = (),
+    stop: Stop = (),
     logprobs: bool = False,
     steps_per_visit: int | str = "auto",
 ) -> Any:
@@ -70,7 +68,8 @@ def complete(
         "match" emits plain decoding's own stream, the others its distribution or, if they are
         lossy, another one, which the statistics say.
       seed: one for all prompts (a stream is the same alone and in a batch), or one a prompt.
-      stop: strings that end a text, and token ids beside the model's own end tokens.
+      stop: strings that end a text, and token ids beside the model's own end tokens; several, or
+        one by itself.
       logprobs: report the model's log-probability of every token.
       steps_per_visit: steps that the device makes between two visits of the host, 1 to 32 (vLLM's
         ``num_scheduler_steps``), or "auto": as many as fit into 1/25 s, and 1 with stop strings or
@@ -80,11 +79,13 @@ def complete(
 
     Returns:
       A ``Generation``, or a list of them if ``prompts`` is a list of prompts.
+
+    Raises:
+      ValueError: one line, before anything is compiled: an argument that cannot be.
     """
-    single = isinstance(prompts, str) or (
-        len(prompts) > 0 and np.ndim(prompts[0]) == 0 and not isinstance(prompts[0], str)
-    )
-    requests = make_requests(model, [prompts] if single else prompts, max_tokens, stop)
+    check_model(model)
+    prompts, single = several(prompts)
+    requests = make_requests(model, prompts, max_tokens, stop)
     how = (policy, drafter, tree, sampling, seed)
     served = run(
         *(model, requests, *how, logprobs),
@@ -110,13 +111,17 @@ def stream(
     sampling: Sampling | None = None,
     rule: str | Rule = "match",
     seed: int = 0,
-    stop: Sequence[str | int] = (),
+    stop: Stop = (),
     steps_per_visit: int | str = "auto",
-) -> Iterator[Piece]:
+) -> Generator[Piece, None, Generation]:
     """Continue one prompt and yield a ``Piece`` a step; arguments as for ``complete``.
 
     The generator's return value (``yield from``, ``StopIteration.value``) is the ``Generation``.
+
+    Raises:
+      ValueError: one line, at the call: an argument that cannot be.
     """
+    check_model(model)
     (request,) = make_requests(model, [prompt], max_tokens, stop)
     how = (policy, drafter, tree, sampling, seed)
     served = run(
@@ -125,6 +130,10 @@ def stream(
         rule=rule,
         steps_per_visit=steps_per_visit,
     )
+    return _pieces(request, served)
+
+
+def _pieces(request: Request, served: Iterator[list[Piece]]) -> Generator[Piece, None, Generation]:
     for (piece,) in served:
         yield piece
     return _result(request, False)

@@ -12,17 +12,18 @@ when all requests are served.
 """
 
 import logging
+import operator
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from numbers import Integral
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treejax.drafters import Drafter, make_drafter
+from treejax.drafters import Draft, Drafter, make_drafter
 from treejax.drafters.spec import spec_of
 from treejax.history import History, begin
 from treejax.model import Model, check_prompt, prompt_blocks
@@ -70,6 +71,7 @@ def run(
 ) -> Generator[list[Piece], None, State | None]:
     """Serve requests of one batch to their end, and yield a list of pieces a step, one a request.
 
+    Whether all of it can be is seen at the call, and nothing is compiled before the first ``next``.
     All programs are compiled before the first token is computed; no step compiles afterwards. The
     return value is the state after the last step, which holds every token but the pending ones; it
     is None if nothing was asked for. Of a sequence that a stop string ended it holds what the
@@ -99,7 +101,6 @@ def run(
     unsupported = kernel_problem(model.config, drafter.capacity)
     policy = make_policy(policy, implementation, unsupported)
     keys = _keys(seed, len(requests))
-    prompts = [request.prompt for request in requests]
     rows = max(len(r.prompt) + r.budget for r in requests)
     if max_length is None:
         max_length = state_rows(model, rows)
@@ -108,11 +109,50 @@ def run(
     draft = drafter.init(model, len(requests), max_length)
     for request in requests:
         _name(request.stats, policy, drafter, rules[-1])
+    made = _Setup(
+        model=model,
+        policy=policy,
+        drafter=drafter,
+        rules=rules,
+        settings=settings,
+        keys=keys,
+        draft=draft,
+        max_length=max_length,
+        looped=looped,
+        most=most,
+    )
+    return _serve(requests, made, logprobs, warm_up)
+
+
+class _Setup(NamedTuple):
+    """What serves a batch, as it was settled: ``keys`` [B], ``rules`` one a form of the drafter.
+
+    ``looped`` and ``most`` are those of ``choose_loop``.
+    """
+
+    model: Model
+    policy: Policy
+    drafter: Drafter
+    rules: list[Rule]
+    settings: Sampling
+    keys: Array
+    draft: Draft
+    max_length: int
+    looped: bool
+    most: int | None
+
+
+def _serve(
+    requests: list[Request], setup: _Setup, logprobs: bool, warm_up: bool
+) -> Generator[list[Piece], None, State | None]:
+    """``run``, once all is settled."""
     if all(request.finished for request in requests):
         return None
-
+    model, policy, drafter, rules, settings, keys, draft, max_length, looped, most = setup
+    forms = drafter.forms
     config, params, weights = model.config, model.params, draft.weights
     state = init_state(config, len(requests), max_length, model.dtype, PROMPT_POLICY)
+    prompts = [request.prompt for request in requests]
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     tokens = np.zeros((len(prompts), lengths.max()), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
@@ -235,6 +275,10 @@ def check_steps(count: int | str) -> int | None:
 def settle(model: Model, requests: Sequence[Request], sampling: Sampling | None) -> Sampling:
     """The settings as the steps take them; what may not come too early is what ends a request."""
     sampling = Sampling() if sampling is None else sampling
+    if not isinstance(sampling, Sampling):
+        raise ValueError(
+            f"sampling is {sampling!r}, expected settings: treejax.Sampling(temperature=0.8)"
+        )
     if sampling.min_tokens is not None and sampling.end_tokens is None:
         ends = set(model.config.eos_token_ids).union(*(r.stop_ids for r in requests))
         sampling = sampling.replace(end_tokens=tuple(sorted(ends)))
@@ -279,10 +323,14 @@ def _keys(seed: Any, batch: int) -> Array:
     seeds = [seed] * batch if np.ndim(seed) == 0 else list(seed)
     if len(seeds) != batch:
         raise ValueError(f"{len(seeds)} seeds for {batch} prompts, expected one, or one a prompt")
-    for value in seeds:
-        if not 0 <= value < 2**32:  # a larger one would be cut to these bits without a word
-            raise ValueError(f"seed is {value}, expected an integer in 0..{2**32 - 1}")
-    return jnp.stack([jax.random.key(int(value)) for value in seeds])
+    for i, value in enumerate(seeds):
+        try:
+            seeds[i] = operator.index(value)
+        except TypeError:
+            seeds[i] = -1
+        if not 0 <= seeds[i] < 2**32:  # a larger one would be cut to these bits without a word
+            raise ValueError(f"seed is {value!r}, expected an integer in 0..{2**32 - 1}")
+    return jnp.stack([jax.random.key(value) for value in seeds])
 
 
 def _name(stats: Stats, policy: Policy, drafter: Drafter, rule: Rule) -> None:

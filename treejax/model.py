@@ -8,6 +8,7 @@ one token is verifying a tree of one node, through the same blocks.
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -23,6 +24,8 @@ from treejax.state import State, init_state
 
 PREFILL_BUCKETS = (64, 256, 1024)
 """Block lengths that prefill compiles for; longer prompts run as several blocks."""
+
+_NOTHING = "there is nothing to score, expected at least one text, or tokens [B, T] with lengths"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -44,6 +47,23 @@ class Model:
     @property
     def dtype(self) -> jnp.dtype:
         return self.params["embed"].dtype
+
+
+def check_model(model: Any) -> None:
+    """Refuse what is no loaded model.
+
+    Raises:
+      ValueError: one line.
+    """
+    if isinstance(model, Model):
+        return
+    if isinstance(model, str | Path):
+        raise ValueError(
+            f"model is the name {str(model)!r}, expected a loaded one: load_model({str(model)!r})"
+        )
+    raise ValueError(
+        f"model is of type {type(model).__name__}, expected a treejax.Model: load_model makes one"
+    )
 
 
 class Output(struct.PyTreeNode):
@@ -268,25 +288,45 @@ def score(model: Model, tokens: Any, lengths: Any = None) -> Array:
       lengths: [B] how many of each sequence's tokens are real; not for texts, which have their own.
 
     Raises:
-      ValueError: one line: texts without a tokenizer, an empty one, or what is not [B, T].
+      ValueError: one line: texts without a tokenizer, an empty one, none at all, or what is not
+        [B, T].
     """
+    check_model(model)
     texts = [tokens] if isinstance(tokens, str) else tokens
+    if hasattr(texts, "__len__") and len(texts) == 0:
+        raise ValueError(_NOTHING)
     if isinstance(texts, Sequence) and any(isinstance(text, str) for text in texts):
         if lengths is not None:
             raise ValueError("lengths were given with texts, which have their own: leave them out")
         tokens, lengths = _tokenized(model, texts)
-    elif lengths is None:
+    tokens = _rows_of_ids(tokens)
+    if lengths is None:
         raise ValueError("lengths are missing, expected [B] real tokens of each sequence")
-    tokens, lengths = np.asarray(tokens, np.int32), np.asarray(lengths, np.int32)
-    if tokens.ndim != 2:
-        raise ValueError(
-            f"tokens have shape {tokens.shape}, expected [B, T], or a text: put one sequence in a "
-            "list"
-        )
+    lengths = np.asarray(lengths, np.int32)
     rows = tokens.shape[1]  # a prompt runs no kernel
     state = init_state(model.config, len(tokens), rows, model.dtype, implementation="xla")
     out, _ = prefill(model, state, tokens, lengths, hidden="all")
     return _score(model.params, out.hidden[:, :-1], tokens[:, 1:], lengths)
+
+
+def _rows_of_ids(tokens: Any) -> np.ndarray:
+    """Token ids [B, T] int32 of at least one row and one column."""
+    try:
+        made = np.asarray(tokens)
+    except ValueError:
+        raise ValueError(
+            "tokens are rows of different lengths, expected [B, T], right-padded"
+        ) from None
+    if made.ndim != 2:
+        raise ValueError(
+            f"tokens have shape {made.shape}, expected [B, T], or a text: put one sequence in a "
+            "list"
+        )
+    if not made.size:
+        raise ValueError(_NOTHING)
+    if not np.issubdtype(made.dtype, np.integer):
+        raise ValueError(f"tokens are of type {made.dtype}, expected integers, or a text")
+    return made.astype(np.int32)
 
 
 def _tokenized(model: Model, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:

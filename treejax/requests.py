@@ -4,7 +4,7 @@ The device proposes what a step emits; a ``Request`` takes no more of it than wa
 at the first stop token or stop string, or when its budget is used up, in the order of the tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -110,18 +110,43 @@ class Request:
         return Piece(texts, tuple(tokens[:taken]), tuple(i < count - 1 for i in range(taken)))
 
 
-def make_requests(
-    model: Any, prompts: Sequence[Any], max_tokens: int, stop: Sequence[str | int]
-) -> list[Request]:
+type Stop = Sequence[str | int] | str | int | None
+"""What ends a text beside the model's own end tokens: strings and token ids, several or one."""
+
+
+def several(prompts: Any) -> tuple[Sequence[Any], bool]:
+    """Prompts as a sequence of them, and whether there was one by itself.
+
+    Raises:
+      ValueError: neither a string, nor token ids, nor a list of either.
+    """
+    if isinstance(prompts, str):
+        return [prompts], True
+    try:
+        first = prompts[0] if len(prompts) else ()
+        if isinstance(prompts, bytes):  # whose items are integers, and no tokens
+            raise TypeError
+    except (TypeError, LookupError):
+        raise ValueError(
+            f"prompts are of type {type(prompts).__name__}, expected a string, a list of token "
+            "ids, or a list of either"
+        ) from None
+    if isinstance(first, Sequence) or getattr(first, "ndim", 0):  # texts are sequences too
+        return prompts, False
+    return [prompts], True
+
+
+def make_requests(model: Any, prompts: Sequence[Any], max_tokens: int, stop: Stop) -> list[Request]:
     """Validate and tokenise prompts; nothing is added to them.
 
     Raises:
       ValueError: one line saying which prompt or setting is wrong.
     """
-    if isinstance(stop, str | Integral):
-        stop = (stop,)
-    if max_tokens < 0:
-        raise ValueError(f"max_tokens is {max_tokens}, expected 0 or more")
+    stop = _several_stops(stop)
+    whole = isinstance(max_tokens, Integral) and not isinstance(max_tokens, bool)
+    if not whole or max_tokens < 0:
+        raise ValueError(f"max_tokens is {max_tokens!r}, expected an integer of 0 or more")
+    max_tokens = int(max_tokens)
     if len(prompts) == 0:
         raise ValueError("no prompt was given, expected at least one")
     stop_texts = [item for item in stop if isinstance(item, str)]
@@ -132,7 +157,7 @@ def make_requests(
     given = [item for item in stop if not isinstance(item, str)]
     size = model.config.vocab_size
     for item in given:
-        if not isinstance(item, Integral) or isinstance(item, bool) or not 0 <= item < size:
+        if not isinstance(item, Integral) or isinstance(item, bool) or not 0 <= int(item) < size:
             raise ValueError(f"stop holds {item!r}, expected strings or token ids in 0..{size - 1}")
     stop_ids = set(model.config.eos_token_ids) | {int(item) for item in given}
     context = model.config.max_position_embeddings
@@ -157,7 +182,7 @@ def _token_ids(model: Any, prompt: Any, index: int) -> list[int]:
             )
         ids = model.tokenizer.encode(prompt, add_special_tokens=False).ids
     else:
-        ids = [int(token) for token in np.asarray(prompt).reshape(-1)]
+        ids = _integers(prompt, index)
     if not ids:
         raise ValueError(f"prompt {index} is empty, expected at least one token")
     wrong = [token for token in ids if not 0 <= token < model.config.vocab_size]
@@ -165,3 +190,26 @@ def _token_ids(model: Any, prompt: Any, index: int) -> list[int]:
         bound = model.config.vocab_size - 1
         raise ValueError(f"prompt {index} holds token {wrong[0]}, expected 0..{bound}")
     return ids
+
+
+def _integers(prompt: Any, index: int) -> list[int]:
+    """Token ids as a list; numbers that are no integers are refused, not cut."""
+    try:
+        tokens = np.asarray(prompt)
+    except ValueError:  # rows of different lengths
+        tokens = np.empty((1, 1))
+    if tokens.ndim != 1 or (tokens.size and not np.issubdtype(tokens.dtype, np.integer)):
+        what = f"an array of shape {tokens.shape}" if tokens.ndim > 1 else repr(prompt)
+        raise ValueError(f"prompt {index} is {what}, expected text or a list of token ids")
+    return [int(token) for token in tokens]
+
+
+def _several_stops(stop: Any) -> list[Any]:
+    """Stops as a list, from several, one, or None."""
+    if stop is None:
+        return []
+    if isinstance(stop, str | Integral):
+        return [stop]
+    if isinstance(stop, bytes) or not isinstance(stop, Iterable):
+        raise ValueError(f"stop is {stop!r}, expected strings or token ids, several or one")
+    return list(stop)

@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Sequence
 from importlib import resources
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import jax
@@ -73,7 +74,14 @@ def choose_policy(
     Args:
       implementation: as for ``init_state``.
       table: measurements; by default those that ship.
+
+    Raises:
+      ValueError: no such batch or tree, or kernels that cannot run.
     """
+    for name, count in (("batch", batch), ("nodes", nodes)):
+        whole = isinstance(count, Integral) and not isinstance(count, bool)
+        if not whole or count < 1:
+            raise ValueError(f"{name} is {count!r}, expected an integer of at least 1")
     how = resolve(implementation, kernel_problem(config, nodes))
     device = jax.devices()[0].device_kind
     table = read_table() if table is None else table
