@@ -1,12 +1,14 @@
-"""One strict JAX for every test: checked shapes, no silent promotion, nothing cached on disk.
+"""One strict JAX for every test: checked shapes, no silent promotion, nothing of an earlier run.
 
 Shapes and dtypes of all ``typed`` functions are checked while they are traced. Mixing dtypes or
-ranks by accident is an error. Eight virtual CPU devices stand in for eight real ones.
+ranks by accident is an error. Eight virtual CPU devices stand in for eight real ones. A program
+compiles once a run: its processes share a folder that is new when the run starts.
 """
 
 import gc
 import importlib.util
 import os
+import tempfile
 
 if importlib.util.find_spec("beartype"):  # a GPU machine may lack it; shapes are checked in CI
     os.environ["TREEJAX_TYPECHECK"] = "beartype"  # read when treejax.shapes is imported
@@ -20,7 +22,8 @@ import pytest
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-jax.config.update("jax_enable_compilation_cache", False)
+jax.config.update("jax_enable_compilation_cache", os.environ["JAX_PLATFORMS"] == "cpu")
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 hypothesis.settings.register_profile(
     "treejax",
@@ -34,9 +37,23 @@ hypothesis.settings.load_profile("treejax")
 
 
 LESS = "jax_disable_most_optimizations"  # the setting; in capitals the environment variable
+PROGRAMS = "programs"  # the folder, as xdist hands it to its workers
+FOLDER = pytest.StashKey[str]()
 
 
 def pytest_configure(config):
+    """The folder of compiled programs is the run's own, and ends with it.
+
+    JAX's key covers the program, its options and flags: what is found there is what would be
+    compiled. Processes that a test starts have caches of their own.
+    """
+    if hasattr(config, "workerinput"):
+        folder = config.workerinput[PROGRAMS]
+    else:
+        made = tempfile.TemporaryDirectory(prefix="treejax-programs-", ignore_cleanup_errors=True)
+        config.add_cleanup(made.cleanup)
+        folder = config.stash[FOLDER] = made.name
+    jax.config.update("jax_compilation_cache_dir", folder)
     config.addinivalue_line(
         "markers", "standard_promotion: optax mixes dtypes and ranks inside; allow it in this test"
     )
@@ -46,6 +63,11 @@ def pytest_configure(config):
         "compiles. For tests of tokens, trees and messages. Sums and products are then rounded "
         "differently: not for tests of bits, of roundings or of tight bounds",
     )
+
+
+@pytest.hookimpl(optionalhook=True)  # xdist's
+def pytest_configure_node(node):
+    node.workerinput[PROGRAMS] = node.config.stash[FOLDER]
 
 
 def pytest_runtest_setup(item):
