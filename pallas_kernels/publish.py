@@ -122,7 +122,8 @@ def _publish(
         )
 
         def stage(t, carry):
-            node, barrier = nodes_r[b, t], loaded.at[t % MAX_BARRIERS]
+            # A length past the path's end reads row 0, as the reference does, and no row -1.
+            node, barrier = jnp.maximum(nodes_r[b, t], 0), loaded.at[t % MAX_BARRIERS]
             key, value = k_r.at[layer, b, node, h // ratio], values_r.at[layer, b, node, h, mine]
             plgpu.copy_gmem_to_smem(key, key_s.at[t, pl.ds(0, key_dim)], barrier)
             plgpu.copy_gmem_to_smem(value, value_s.at[t], barrier)

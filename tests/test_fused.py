@@ -91,3 +91,16 @@ def test_shapes_of_a_fused_model_need_no_arrays():
     assert mixer["qkv+z+b+a"].widths == widths
     assert mixer["qkv+z+b+a"].matrix.shape == (16, sum(widths))
     assert mixer["A_log"].dtype == jnp.float32
+
+
+def test_columns_fill_whole_rows_of_16_bytes():
+    """Kernels read the columns where they lie and copy in bulk: with 1,164 columns, as the model
+    that ships has, they would be refused. The rest is zeros, and no parameter."""
+    shipped, split = load_model(fused=True), load_model()
+    assert shipped.summary == split.summary
+    for fused in (layer["mixer"] for layer in shipped.params["layers"]):
+        if "qkv+z+b+a" in fused:
+            matrix, columns = fused["qkv+z+b+a"].matrix, sum(fused["qkv+z+b+a"].widths)
+            assert columns == 1164 and matrix.shape[1] == 1168
+            assert not np.asarray(matrix[:, columns:]).any()
+    assert same(unfuse(shipped.params), split.params)

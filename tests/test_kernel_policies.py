@@ -140,7 +140,7 @@ def abstract_case(policy, implementation, drafter, prompts=2):
     """Parameters, state and memory of a decoding loop as shapes; nothing is computed."""
     made = REGISTRY[policy](implementation=implementation)
     state = jax.eval_shape(lambda: init_state(SHIPPED, prompts, 64, policy=made))
-    params = parameters.abstract(SHIPPED)
+    params = jax.eval_shape(parameters.fuse, parameters.abstract(SHIPPED))  # as generation has them
     draft = jax.eval_shape(lambda p: drafter.init(Model(p, SHIPPED), prompts, 64), params)
     return params, state, draft
 

@@ -91,14 +91,15 @@ def test_correlated_keys_stay_at_the_recurrence(implementation):
         assert relative_rms(R[-1, b], expected(case, b)[1][node]) < bound
 
 
-def commit(case, u, nodes, implementation="interpret"):
-    """The pool after committing the path to one node of every sequence, None for no path."""
+def commit(case, u, nodes, implementation="interpret", longer=0):
+    """The pool after committing the path to one node of every sequence, None for no path; with
+    ``longer`` rows said to be on each path than it has."""
     capacity = case.parent.shape[1]
     table, length = np.full((len(nodes), capacity), -1, np.int32), []
     for b, node in enumerate(nodes):
         path = [] if node is None else oracle.path_to(case.trees[b], node)
         table[b, : len(path)] = path
-        length.append(len(path))
+        length.append(len(path) + longer)
     layers = case.R.shape[0]
     k, u, g = (jnp.stack([x] * layers) for x in (case.k, u, case.g))
     run = jax.jit(wy_commit, static_argnames="implementation")
@@ -118,6 +119,16 @@ def test_commit_gives_the_state_in_all_layers(dims, dtype):
     for b in (1, 2):  # no path: not a bit changes
         np.testing.assert_array_equal(R[:, b], case.R[:, b])
     assert relative_rms(R, commit(case, u, [9, None, None], "xla")) < IEEE
+
+
+def test_a_length_past_the_paths_end_does_what_the_reference_does():
+    """A stale length is a mistake, and must show on every device alike: a kernel that read row -1
+    found zeros in a GPU's bulk copies, and published the right state by luck."""
+    case = make_case([[-1, 0, 1]], 16, (1, 2), (16, 64))
+    _, u = solve(case, implementation="xla")
+    wrong, right = (commit(case, u, [1], longer=n) for n in (2, 0))
+    assert relative_rms(wrong, commit(case, u, [1], "xla", longer=2)) < IEEE
+    assert relative_rms(wrong, right) > 1e-3
 
 
 @pytest.mark.parametrize("implementation", ["interpret", "xla"])

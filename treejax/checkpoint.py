@@ -84,8 +84,7 @@ def load_model(
     stored = StoredTensors(folder)
     config = _settle_mtp(_read_config(folder), stored)
     params, used, skipped = _read_parameters(config, stored, dtype)
-    params = jax.device_put(fuse(params) if fused else params)
-    leaves = jax.tree.leaves(params)
+    leaves = jax.tree.leaves(params)  # those of the file: fusing may add columns of zeros
     summary = LoadSummary(
         parameters=sum(leaf.size for leaf in leaves),
         tensors=len(used),
@@ -93,6 +92,7 @@ def load_model(
         skipped=skipped,
         bytes=sum(leaf.nbytes for leaf in leaves),
     )
+    params = jax.device_put(fuse(params) if fused else params)
     return Model(params, config, _read_tokenizer(folder, config), summary)
 
 

@@ -8,6 +8,7 @@ layer computes ``x @ w``; embedding and ``lm_head`` are [V, H].
 as its weights are read, and one long product reads faster than several short ones.
 """
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -25,16 +26,21 @@ SHARED_INPUT = (("q", "k", "v"), ("qkv", "z", "b", "a"), ("gate", "up"))
 """Matrices that multiply the same rows: of attention, of a recurrent layer, of an MLP."""
 
 
+ALIGNMENT = 8
+"""Columns of a fused matrix are a multiple of it: kernels copy rows from addresses that 16 bytes
+divide. Columns of zeros make up what is missing."""
+
+
 class Fused(struct.PyTreeNode):
-    """Matrices [..., in, width] side by side: [..., in, sum of widths]."""
+    """Matrices [..., in, width] side by side: [..., in, sum of widths, rounded up]."""
 
     matrix: jax.Array
     widths: tuple[int, ...] = struct.field(pytree_node=False)
 
     def split(self, x: jax.Array) -> tuple[jax.Array, ...]:
-        """The parts of x [..., sum of widths], a product's or the matrix itself."""
-        ends = [sum(self.widths[: i + 1]) for i in range(len(self.widths) - 1)]
-        return tuple(jnp.split(x, ends, axis=-1))
+        """The parts of x [..., columns], a product's or the matrix itself."""
+        ends = list(itertools.accumulate(self.widths))
+        return tuple(jnp.split(x, ends, axis=-1)[: len(ends)])
 
 
 def fuse(params: dict[str, Any]) -> dict[str, Any]:
@@ -50,6 +56,9 @@ def fuse(params: dict[str, Any]) -> dict[str, Any]:
                 parts = [node.pop(name) for name in names]
                 widths = tuple(part.shape[-1] for part in parts)
                 numpy: Any = np if isinstance(parts[0], np.ndarray) else jnp  # stays on the host
+                missing = -sum(widths) % ALIGNMENT
+                if missing:
+                    parts.append(numpy.zeros((*parts[0].shape[:-1], missing), parts[0].dtype))
                 node["+".join(names)] = Fused(numpy.concatenate(parts, axis=-1), widths)
         return node
 

@@ -7,13 +7,14 @@ import json
 import platform
 import subprocess
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from treejax.ablation.base import RED, Row
+from treejax.cli.versions import installed_version
 
 _PACKAGE = Path(__file__).parent.parent
 
@@ -39,7 +40,7 @@ def environment(config: str, seed: int, arguments: Sequence[str]) -> dict[str, A
         "dirty": dirty,
         "device": f"{devices[0].platform}: {devices[0].device_kind}",
         "devices": len(devices),
-        "treejax": _version("treejax"),
+        "treejax": installed_version("treejax"),
         "jax": jax.__version__,
         "jaxlib": version("jaxlib"),
         "python": platform.python_version(),
@@ -76,14 +77,6 @@ def _place(row: Row) -> str:
     """Arm, key and repeat of a row: all that stands before its gate."""
     names = list(row)[: list(row).index("gate")]
     return ", ".join(str(row[n]) if n != "repeat" else f"repeat {row[n]}" for n in names)
-
-
-def _version(package: str) -> str | None:
-    """None for a package that is imported from a folder and not installed."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _checkout() -> tuple[str | None, bool | None]:

@@ -8,7 +8,6 @@ import dataclasses
 import json
 import platform
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -16,6 +15,7 @@ import jax
 from rich.table import Table
 
 from treejax.cli.arms import MODES, Arm, Rate, Row
+from treejax.cli.versions import installed_version
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +90,7 @@ def environment(config: Any) -> dict[str, Any]:
     device = jax.devices()[0]
     return {
         "jax": jax.__version__,
-        "treejax": version("treejax"),
+        "treejax": installed_version("treejax"),
         "python": platform.python_version(),
         "device": f"{device.platform}: {device.device_kind}",
         "options": config,

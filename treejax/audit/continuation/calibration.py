@@ -2,13 +2,13 @@
 
 import datetime
 from collections.abc import Sequence
-from importlib.metadata import version
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from treejax.ablation.report import installed_version
 from treejax.audit.continuation.controls import DEPTH, head_drafter, run_controls
 from treejax.audit.continuation.settings import FULL, Settings
 from treejax.audit.envelope import Envelope, bounds_from, identity
@@ -51,7 +51,7 @@ def calibrate(model: Model, settings: Settings = FULL) -> Envelope:
         "prefixes": digest(texts),
         "settings": settings.as_dict(),
         "drafter": f"{drafter.name}:{drafter.shape.name}",
-        "treejax": version("treejax"),
+        "treejax": installed_version("treejax"),
         "jax": jax.__version__,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
