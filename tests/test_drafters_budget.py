@@ -19,6 +19,7 @@ from treejax.drafters.head_cache import (
     rest_head,
 )
 from treejax.drafters.pace import Ledger
+from treejax.drafters.store import ResponseStore
 from treejax.engine import complete
 from treejax.sampling import Sampling
 from treejax.steps.select import Choice
@@ -133,6 +134,36 @@ def test_resting_leaves_the_cache_that_drafting_leaves():
             memory.keys[0, :shared], whole.keys[0, :shared], rtol=1e-5, atol=1e-6
         )
         np.testing.assert_array_equal(memory.waiting[0, int(memory.count[0]) - 1], rest[11])
+
+
+def test_a_resting_drafter_rests_as_its_inner_one_does():
+    """Twice as many plain steps as hidden rows can wait: by either way the cache takes them in."""
+    model, inner, steps = tiny.model(), MTP("chain1"), 4
+    random = np.random.default_rng(1)
+    hidden = random.standard_normal((1, steps + 1, model.config.hidden_size)).astype(np.float32)
+    tokens = jnp.asarray(random.integers(0, 61, (1, steps + 2)), jnp.int32)
+    path = Choice(jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32), jnp.zeros(1, jnp.int32))
+    made = []
+    for drafter in (inner, Resting(inner=inner)):
+        rest, observe = jax.jit(drafter.rest), jax.jit(drafter.observe)
+        draft = drafter.prime(
+            drafter.init(model, 1, 40), hidden[:, :1], tokens[:, :1], jnp.ones(1, jnp.int32)
+        )
+        for at in range(1, steps + 1):
+            tree = Tree.root_only(tokens[:, at])
+            draft = rest(draft, tree.tokens[:, 0])
+            draft = observe(draft, tree, path, hidden[:, at : at + 1])
+        made.append(draft.memory)
+    mine, theirs = made
+    assert int(theirs.count[0]) <= theirs.waiting.shape[1] < steps
+    assert int(theirs.rows[0] + theirs.count[0]) == steps + 1
+    jax.tree.map(np.testing.assert_array_equal, mine, theirs)
+
+
+def test_a_resting_drafter_learns_for_its_inner_one():
+    store = ResponseStore(6)
+    Resting(inner=Suffix("chain2", store=store)).learn([3, 4])
+    assert store.tokens.tolist() == [-1, -1, -1, 3, 4, -1]
 
 
 def test_a_row_that_takes_no_part_keeps_its_memory():

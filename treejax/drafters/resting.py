@@ -1,6 +1,7 @@
 """No drafting for a while: nothing is proposed, and what a drafter knows stays up to date."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -40,3 +41,9 @@ class Resting(Shaped):
 
     def observe(self, draft: Draft, tree: Tree, choice: Any, hidden: Array) -> Draft:
         return self.inner.observe(draft, tree, choice, hidden)
+
+    def rest(self, draft: Draft, pending: Array) -> Draft:
+        return self.inner.rest(draft, pending)
+
+    def learn(self, tokens: Sequence[int]) -> None:
+        self.inner.learn(tokens)
