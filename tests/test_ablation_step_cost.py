@@ -169,12 +169,23 @@ def test_the_peer_says_why_it_did_not_run(tmp_path, monkeypatch):
         ({"arms": ["wy 2,1"], "contexts": []}, "groups need at least one"),
         ({"arms": ["wy 2,1"], "batch": 0}, r"groups\[0\].batch is 0, expected an integer"),
         ({"arms": ["wy 2,1"], "lengths": [3, 2]}, "lengths are"),
+        ({"arms": ["wy 2,1"], "lengths": [3, 4]}, "lengths hold 4, and no tree of their arms emit"),
+        ({"arms": ["wy chain1"]}, "lengths hold 3, and no tree of their arms emits more than 2 to"),
+        ({"arms": ["plain", "wy 2,1 mtp"], "lengths": [2]}, "lengths hold 2, and no tree"),
     ],
 )
 def test_what_no_run_could_do_is_refused(change, said):
     with pytest.raises(ValueError, match=said) as caught:
         StepCost.from_toml(TOML | {"groups": [GROUP | change]}, "small.toml")
     assert str(caught.value).startswith("small.toml") and "\n" not in str(caught.value)
+
+
+def test_a_length_need_be_reached_by_one_tree_alone():
+    """And those that nobody asked for by none."""
+    arms = {"arms": ["plain", "wy chain1", "wy chain2"]}
+    StepCost.from_toml(TOML | {"groups": [GROUP | arms]}, "small.toml")
+    other = {key: value for key, value in TOML.items() if key != "lengths"}
+    StepCost.from_toml(other | {"groups": [GROUP | {"arms": ["wy chain1"]}]}, "small.toml")
 
 
 @pytest.mark.parametrize("name", ["repeats", "rounds", "lot"])

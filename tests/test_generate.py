@@ -160,6 +160,28 @@ def test_sampling_options_reach_the_sampler(command):
     assert command(*narrow, "--seed", "4")[1] == expected(16, drafter=None)
 
 
+def test_a_seed_that_changes_nothing_is_said(command):
+    """No mistake, since scripts pass one always: the text of no seed, and one line."""
+    quiet = ["--prompt", PROMPT, "--plain", "--max-tokens", "8", "--stats", "none"]
+    said = "--seed has no effect at temperature 0 (greedy): add --temperature for another"
+    for seed in ("0", "7"):
+        status, out, err = command(*quiet, "--seed", seed)
+        assert (status, out) == (0, expected(8, drafter=None))
+        assert err == f"treejax.generate: {said}\n"
+
+
+def test_a_large_trees_programs_are_announced(command, monkeypatch):
+    """They compile for minutes: said wherever stderr goes, and not where nothing is compiled."""
+    monkeypatch.setattr(generate, "LARGE_TREE", 4)
+    how = ["--prompt", PROMPT, "--drafter", "suffix", "--tree", "chain4", "--stats", "none"]
+    said = "compiling, unless it is in the cache, for a tree of 5 rows (chain4): this may take min"
+    status, out, err = command(*how, "--max-tokens", "4")
+    assert (status, out) == (0, expected(4, drafter=None))
+    assert said in err and err.count("\n") == 1
+    assert command(*how, "--max-tokens", "0") == (0, "", "")
+    assert command(*how[:-3], "chain3", *how[-2:], "--max-tokens", "4") == (0, out, "")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -205,6 +227,7 @@ def test_a_mistake_is_one_line_and_status_2(command, arguments, message):
         (["--plain", "--drafter", "mtp"], "--plain drafts nothing: leave out --drafter"),
         (["--plain", "--tree", "chain3"], "--plain drafts nothing: leave out --tree"),
         (["--plain", "--check"], "--check compares with plain decoding"),
+        (["--check", "--max-tokens", "0"], "--check has nothing to compare: --max-tokens is 0"),
         (["--implementation", "mosaic_gpu"], "'mosaic_gpu': the kernels need a Hopper GPU"),
     ],
 )

@@ -34,6 +34,9 @@ from treejax.state import State
 from treejax.steps.rules import REGISTRY as RULES
 
 NAME = "treejax.generate"
+LARGE_TREE = 64
+"""Rows of a tree above which what is compiled is announced wherever stderr goes: a chain of 128
+takes a minute on two cores, one of 500 several."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -98,7 +101,13 @@ def generate(
         steps_per_visit=options.steps_per_visit,
     )
     printer = printing.TextPrinter(sys.stdout)
-    if sys.stderr.isatty():  # the first run of new shapes is silent for a while
+    if options.idle_seed:  # no mistake: scripts pass a seed always
+        say(NAME, "--seed has no effect at temperature 0 (greedy): add --temperature for another")
+    rows = drafter.capacity
+    if rows > LARGE_TREE and options.max_tokens:
+        tree = f"a tree of {rows} rows ({drafter.shape.name})"
+        say(NAME, f"compiling, unless it is in the cache, for {tree}: this may take minutes")
+    elif sys.stderr.isatty():  # the first run of new shapes is silent for a while
         say(NAME, "compiling what is not in the cache yet")
     with ExitStack() as tracing:
         try:

@@ -23,7 +23,14 @@ from pallas_kernels.bench.timing import MOST_CALLS
 from treejax.ablation import step_cost_report as report
 from treejax.ablation.base import GREEN, NOT_RUN, Cell, Context, Row
 from treejax.ablation.lab_timing import copy_bandwidth
-from treejax.ablation.step_cost_arms import PLAIN, Arm, check_names, make_step_arm, make_tree
+from treejax.ablation.step_cost_arms import (
+    PLAIN,
+    Arm,
+    check_names,
+    check_reached,
+    make_step_arm,
+    make_tree,
+)
 from treejax.ablation.step_cost_bench import Bench
 from treejax.ablation.step_cost_lot import Lot
 from treejax.ablation.step_cost_model import (
@@ -93,7 +100,8 @@ class StepCost:
 
     Attributes:
       plain: the policy of plain decoding.
-      lengths: tokens that a scripted step emits, accepted ones and the one drawn after them.
+      lengths: tokens that a scripted step emits, accepted ones and the one drawn after them; an
+        arm takes those that its tree reaches, and of each some tree must reach it.
       lot: arms that are compiled, held and interleaved at a time, beside plain.
       calls, rounds: of a sample, and samples in a repeat.
     """
@@ -146,6 +154,10 @@ class StepCost:
                 if place in seen:
                     raise ValueError(f"{where}: arm {place[0]!r} is asked for twice at one place")
                 seen.add(place)
+            check_reached(group.lengths, group.arms, where)
+        if "lengths" in table:
+            rest = [arm for group in made.groups if not group.lengths for arm in group.arms]
+            check_reached(made.lengths, rest, where)
         return made
 
     def cells(self, context: Context) -> list[Cell]:

@@ -93,6 +93,23 @@ def check_names(names: Sequence[str], plain: str, where: str) -> None:
             )
 
 
+def check_reached(lengths: Sequence[int], names: Sequence[str], where: str) -> None:
+    """Refuse lengths that no script of the checked arms ``names`` can emit: they were dropped.
+
+    Raises:
+      ValueError: one line.
+    """
+    words = [name.split() for name in names if name != PLAIN]
+    scripted = [w for w in words if not (len(w) == 3 and _HEAD.fullmatch(w[2]))]
+    deepest = max((make_tree(w[1]).max_depth + 1 for w in scripted), default=1)
+    wrong = [length for length in lengths if length > deepest]
+    if wrong:
+        raise ValueError(
+            f"{where}: lengths hold {wrong[0]}, and no tree of their arms emits more than {deepest}"
+            " tokens a step: leave it out, or name a deeper tree"
+        )
+
+
 def make_tree(text: str) -> StaticTree:
     """A tree of fixed shape, by any name that drafters know, or ``rowsN`` with N rows in all.
 

@@ -39,6 +39,7 @@ class Options:
     Attributes:
       drafter: None decodes plainly; "auto" depends on the model.
       stats: "text", "json" or "none", what is printed to stderr.
+      idle_seed: a seed was given and changes nothing, since the text is greedy.
     """
 
     checkpoint: str | None
@@ -48,6 +49,7 @@ class Options:
     rule: str
     stop: tuple[str, ...]
     seed: int
+    idle_seed: bool
     policy: str
     implementation: str
     drafter: str | None
@@ -110,7 +112,7 @@ def make_parser() -> argparse.ArgumentParser:
     draw.add_argument(
         "--min-tokens", type=int, metavar="N", help="no end token before so many tokens"
     )
-    draw.add_argument("--seed", type=int, default=0, metavar="N", help="default 0")
+    draw.add_argument("--seed", type=int, metavar="N", help="default 0; of no effect when greedy")
 
     how = parser.add_argument_group("how to decode")
     how.add_argument(
@@ -194,7 +196,8 @@ def read_options(arguments: Sequence[str]) -> Options | None:
         sampling=_sampling(given),
         rule=given.rule,
         stop=tuple(given.stop),
-        seed=given.seed,
+        seed=given.seed or 0,
+        idle_seed=given.seed is not None and not given.temperature and RULES[given.rule].lossless,
         policy=given.policy,
         implementation=given.implementation,
         drafter=drafter,
@@ -217,6 +220,8 @@ def _check_together(given: argparse.Namespace) -> None:
     for name in ("drafter", "tree"):
         if given.plain and getattr(given, name) is not None:
             raise ValueError(f"--plain drafts nothing: leave out --{name}, or --plain")
+    if given.check and given.max_tokens == 0:
+        raise ValueError("--check has nothing to compare: --max-tokens is 0, expected 1 or more")
     if given.check and given.rule != "match":
         raise ValueError("--check compares texts, and only rule match keeps plain's: leave it out")
     if given.plain and given.rule != "match":
