@@ -37,11 +37,17 @@ def test_the_call_takes_objects_and_says_the_same(calls):
     run_audits("component", policy="wy", quick=True, faults=False)
     with pytest.raises(ValueError, match="dtype cannot act on a model that is loaded"):
         run_audits(model=model, dtype="bfloat16")
+    with pytest.raises(ValueError, match="int is no drafter: it lacks name"):
+        run_audits(drafter=5, model=model)
     for wrong, said in ((object(), "object is no policy: it lacks name"), (WY, r"WY \(a class\)")):
         with pytest.raises(ValueError, match=said):
             run_audits(policy=["wy", wrong], model=model)
-    with pytest.raises(ValueError, match="fault 'nope' is unknown"):
-        run_audits(faults=["nope"])
+    for faults in (["nope"], "nope"):
+        with pytest.raises(ValueError, match="fault 'nope' is unknown"):
+            run_audits(faults=faults)
+    for name in ("seed", "seeds"):
+        with pytest.raises(ValueError, match=f"{name} is 2.5, expected an integer of at least"):
+            run_audits(**{name: 2.5})
     calls.answers["sampler"] = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         run_audits("sampler", quick=True)

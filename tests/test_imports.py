@@ -19,7 +19,7 @@ LAYERS = [
     "paths policies",
     "state layers",
     "model mtp",
-    "families drafters saving",
+    "families drafters saving scoring",
     "export checkpoint steps",
     "requests",
     "loop",

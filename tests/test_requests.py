@@ -67,6 +67,8 @@ def test_what_is_no_argument_is_named_before_anything_runs():
             ({"seed": None}, "seed is None, expected an integer in"),
             ({"sampling": 0.8}, r"sampling is 0.8, expected settings: treejax.Sampling\("),
             ({"drafter": "nope"}, "drafter 'nope' is unknown"),
+            ({"tree": 5}, "tree is 5, expected a name such as 'chain5'"),
+            ({"rule": ["match"]}, r"rule \['match'\] is unknown"),
             ({"drafter": 5}, "int is no drafter: it lacks name"),
             ({"drafter": MTP}, r"MTP \(a class\) is no drafter"),
             ({"policy": WY}, r"WY \(a class\) is no policy"),
@@ -84,6 +86,8 @@ def test_what_is_no_argument_is_named_before_anything_runs():
             call("small", "x")
         with pytest.raises(ValueError, match="model is of type NoneType, expected a treejax.Model"):
             call(None, "x")
+    with pytest.raises(ValueError, match="model is the name 'small'"):
+        treejax.prefill("small", init_state(model.config, 1, 64), [[1]], [1])
     with pytest.raises(ValueError, match="prompt 0 is 5, expected text or a list of token ids"):
         stream(model, 5)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import treejax
-from treejax import model as module
+from treejax import scoring
 
 TEXTS = ["def f(x):\n", "x", "import \u00e9"]  # a byte is a token
 
@@ -32,8 +32,8 @@ def test_texts_are_scored_as_their_tokens_are(monkeypatch):
         given.append((tokens.tolist(), lengths.tolist()))
         return SimpleNamespace(hidden=jnp.zeros((1, 1, 1))), state
 
-    monkeypatch.setattr(module, "prefill", note)
-    monkeypatch.setattr(module, "_score", lambda *_: jnp.zeros(1))
+    monkeypatch.setattr(scoring, "prefill", note)
+    monkeypatch.setattr(scoring, "_score", lambda *_: jnp.zeros(1))
     treejax.score(model, TEXTS[0])
     assert given == [([ids[0]], [len(ids[0])])]
 

@@ -13,10 +13,11 @@ from treejax.checkpoint import load_model, save_model
 from treejax.config import ModelConfig
 from treejax.engine import Generation, complete, stream
 from treejax.loop import Piece
-from treejax.model import Model, Output, prefill, score
+from treejax.model import Model, Output, prefill
 from treejax.policies.choose import choose_policy
 from treejax.sampling import Sampling, sample
 from treejax.saving import restore_checkpoint, save_checkpoint
+from treejax.scoring import score
 from treejax.state import State, init_state, reset, with_policy
 from treejax.steps.publish import publish
 from treejax.steps.select import Choice, select

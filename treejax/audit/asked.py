@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -113,8 +114,11 @@ class Asked:
             raise ValueError(f"dtype is {self.dtype!r}, expected {' or '.join(DTYPES)}")
         for name, least in (("seed", 0), ("seeds", 1)):
             value = getattr(self, name)
-            if value is not None and not least <= value < 2**32:
-                raise ValueError(f"{name} is {value}, expected an integer of at least {least}")
+            if value is None:
+                continue
+            whole = isinstance(value, Integral) and not isinstance(value, bool)
+            if not whole or not least <= int(value) < 2**32:
+                raise ValueError(f"{name} is {value!r}, expected an integer of at least {least}")
         if self.envelope is not None and not Path(self.envelope).is_file():
             raise ValueError(f"no envelope file {str(self.envelope)!r}: calibrate writes one")
         if self.implementation != "auto":

@@ -94,6 +94,8 @@ def make_drafter(
       ValueError: one line: an unknown name, setting or tree, a tree that cannot be filled, or an
         object that is no drafter.
     """
+    if tree is not None and not isinstance(tree, str | StaticTree | Best):
+        raise ValueError(f"tree is {tree!r}, expected a name such as 'chain5', or a tree object")
     if drafter is None:
         if tree is not None:
             raise ValueError(f"tree {tree!r} has no drafter to fill it, leave it out or name one")

@@ -35,7 +35,7 @@ def named(rule: str | Rule) -> Rule:
     """
     if isinstance(rule, Rule):
         return rule
-    if rule not in REGISTRY:
+    if not isinstance(rule, str) or rule not in REGISTRY:
         raise ValueError(f"rule {rule!r} is unknown, expected one of: {', '.join(REGISTRY)}")
     return REGISTRY[rule]
 
