@@ -22,6 +22,8 @@ from treejax.model import Model
 from treejax.sampling import Sampling
 from treejax.steps.rules import Match
 
+pytestmark = pytest.mark.compiles_fast
+
 MODEL = Model(tiny.random_params(tiny.CONFIG), tiny.CONFIG)
 MATCH = Sampler(Match(), "fixed")
 

@@ -22,6 +22,8 @@ from treejax.cli.passages import read_passages
 from treejax.drafters import REGISTRY
 from treejax.policies import REGISTRY as POLICIES
 
+pytestmark = pytest.mark.compiles_fast
+
 PROMPTS = Path(__file__).parent.parent / "configs" / "prompts"
 
 
