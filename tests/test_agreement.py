@@ -10,6 +10,7 @@ import pytest
 from treejax import agreement
 from treejax.agreement import Agreement, Recording, compare, compare_states, plain_scores, record
 from treejax.model import prefill
+from treejax.policies import WY
 from treejax.sampling import Sampling
 from treejax.state import init_state
 from treejax.stats import Stats
@@ -58,6 +59,23 @@ def test_fc22_a_near_tie_is_reported_and_does_not_fail():
     assert (agreed.equal, agreed.compared, agreed.margin) == (7, 60, 0.0)
     assert "near tie at token 7 of 60" in str(agreed)
     assert agreed.surfaces == {}  # what follows a near tie is another text
+
+
+def test_fc22_the_margin_is_that_of_a_users_own_policy():
+    """FC-22: of the object that decoded, not of the policy that its name may be another's of."""
+    used = []
+
+    class Mine(WY):
+        def commit(self, carry, scratch, path):
+            used.append(type(self))
+            return super().commit(carry, scratch, path)
+
+    (own,) = record(twins(), [PROMPT], 4, policy=Mine())
+    assert own.stats.policy == "wy (Mine)" and own.tokens == plain().tokens[:4]
+    used.clear()
+    drafted = other(2, plain().tokens[2] + TWIN)
+    agreed = compare(twins(), PROMPT, drafted._replace(tokens=drafted.tokens[:4]), own)
+    assert agreed.near_tie and agreed.equal == 2 and used
 
 
 def test_fc22_a_wrong_token_fails_with_its_margin():

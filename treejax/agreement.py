@@ -163,7 +163,10 @@ def compare(
     pair = pairs[equal] if equal < len(pairs) else None
     margin, surfaces = 0.0, {}
     if pair is not None:
-        policy = make_policy(plain.stats.policy, plain.stats.implementation)
+        if plain.state is not None:
+            policy = plain.state.policy  # the object itself: it may be a user's own
+        else:
+            policy = make_policy(plain.stats.policy, plain.stats.implementation)
         scores = plain_scores(model, prompt, plain.tokens[:equal], policy, sampling, seed)
         margin = abs(float(scores[pair[0]] - scores[pair[1]]))
     elif drafted.state is not None and plain.state is not None:
@@ -193,8 +196,8 @@ def compare_states(
     distances = {"R": 0.0, "C": 0.0, "K": 0.0}
 
     def widen(name: str, mine: Any, theirs: Any) -> None:
-        mine, theirs = mine[row], theirs[plain_row]
-        if name == "K":
+        mine, theirs = np.asarray(mine[row]), np.asarray(theirs[plain_row])
+        if name == "K":  # cut on the host: on a device every length would be a program
             mine, theirs = mine[:length], theirs[:length]
         distances[name] = max(distances[name], _distance(mine, theirs))
 
