@@ -5,6 +5,7 @@ ranks by accident is an error. Eight virtual CPU devices stand in for eight real
 compiles once a run: its processes share a folder that is new when the run starts.
 """
 
+import collections
 import gc
 import importlib.util
 import os
@@ -75,6 +76,14 @@ def pytest_runtest_setup(item):
     module = item.getparent(pytest.Module)
     if item.get_closest_marker("compiles_fast") and not module.get_closest_marker("compiles_fast"):
         pytest.fail("compiles_fast marks one test, expected a module: use pytestmark", False)
+
+
+def pytest_collection_modifyitems(items):
+    """Modules with a slow test first, then those of many tests: none is begun near the end that
+    would keep one worker busy long after the others."""
+    tests = collections.Counter(item.path for item in items)
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: (item.path not in slow, -tests[item.path]))  # stable within each
 
 
 def pytest_collection_finish():
