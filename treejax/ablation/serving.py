@@ -70,23 +70,30 @@ class Task:
 
 
 class Reference:
-    """Plain decoding of one task: its tokens, and its state until ``forget``."""
+    """Plain decoding of one task: its tokens, and its states until ``forget``."""
 
     def __init__(self, server: "Server", task: Task):
         self._server, self._task = server, task
         self.plain = server.serve(task, server.policy(REFERENCE), make_drafter(None))
+        self._held: dict[int, Recording] = {}
+        if self.plain.state is not None:
+            self._held[int(self.plain.state.length[0])] = self.plain
 
     def holding(self, length: int) -> Recording:
-        """Plain decoding up to a state of ``length`` tokens; a drafted one may pass a stop."""
-        if self.plain.state is not None and int(self.plain.state.length[0]) == length:
-            return self.plain
-        task = dataclasses.replace(self._task, budget=length - len(self._task.tokens) + 1)
-        policy = self._server.policy(REFERENCE)
-        return self._server.serve(task, policy, make_drafter(None), stop=False)
+        """Plain decoding up to a state of ``length`` tokens; a drafted one may pass a stop.
+
+        It is decoded once: arms of one tree come to the same length under every policy.
+        """
+        if length not in self._held:
+            task = dataclasses.replace(self._task, budget=length - len(self._task.tokens) + 1)
+            policy = self._server.policy(REFERENCE)
+            self._held[length] = self._server.serve(task, policy, make_drafter(None), stop=False)
+        return self._held[length]
 
     def forget(self) -> None:
-        """Keep the tokens and give the state's memory back."""
+        """Keep the tokens and give the states' memory back."""
         self.plain = self.plain._replace(state=None)
+        self._held.clear()
 
 
 class Verdict(NamedTuple):
