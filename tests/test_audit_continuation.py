@@ -12,11 +12,13 @@ import pytest
 from audit_cases import small
 
 from treejax.audit import continuation
-from treejax.audit.continuation import Envelope, Settings, calibrate, run
+from treejax.audit.continuation import Envelope, Settings, calibrate, long_run, run
+from treejax.audit.continuation.tightness import noise
 from treejax.audit.continuation.verdict import WORDS, Tally
 from treejax.audit.envelope import LUMOTREE, bounds_from
 from treejax.audit.faults import REGISTRY as FAULTS
 from treejax.audit.faults.recurrent import narrowed
+from treejax.audit.prefixes import digest, prefixes
 from treejax.audit.raised import RAISED
 from treejax.audit.step import Subject
 from treejax.audit.surfaces import EXACT, SURFACES, Measured
@@ -123,15 +125,67 @@ def test_every_surface_layer_and_cycle_is_checked(model, report):
 def test_the_report_says_how_tight_it_is(report):
     tables = dict(report.tables)
     caught = {row["perturbed"]: row for row in tables["smallest perturbation caught"]}
-    assert len(caught) == 9
+    assert len(caught) == 2 * 9  # after the last schedule, and after the long run
     for name, row in caught.items():
         assert 0 < row["smallest caught"] < LUMOTREE["relative"] / 10, name
+    assert 1e-5 < caught["R: one head, long run"]["smallest caught"] < 1e-4
     assert 0 < caught["logits: one row"]["its nats"] < LUMOTREE["nats"] / 10
     for row in tables["envelope"]:
-        if row["surface"] != "margin":
+        if "margin" not in row["surface"]:
             assert 0 < row["largest bound"] <= row["LumoTree"] / 10
+        long = row["surface"].endswith(", long run")
+        assert (row["control long"] is not None) == (long and "margin" not in row["surface"])
+        assert not long or 0 < row["of the short bound"] < 5
     assert len(tables["long run, by cycle"]) > 1
     json.dumps(report.as_json())
+
+
+def test_the_long_run_is_held_by_bounds_of_its_own(report, envelope):
+    """They come from a control as long, on other texts; nothing else is held by them."""
+    assert envelope.long["R"] != envelope.bounds["R"]
+    for check in report.checks:
+        if check.name in SURFACES:
+            bounds = envelope.long if check.where["schedule"] == "long" else envelope.bounds
+            assert check.bound in bounds[check.name], check
+    surfaces = {row["surface"] for row in dict(report.tables)["largest distances"]}
+    assert surfaces == {*SURFACES, *(f"{name}, long run" for name in SURFACES)}
+    control = envelope.provenance["long run"]
+    assert (control["texts"], control["tokens"]) == (2, SHORT.long_tokens)
+    assert control["prefixes"] not in (
+        envelope.provenance["prefixes"],
+        digest(prefixes(small(), "held-out", 2, SHORT.length, SHORT.seed + 1)),
+    )
+
+
+def test_an_error_of_1e_4_in_one_head_is_caught_in_the_long_run(model, envelope, monkeypatch):
+    """It strikes one head of one text half way, in an engine that is right before and after."""
+    subject, steps = Subject(Ring(), DRAFTER, RULES["match"]), iter(range(10_000))
+    tally, right = Tally(model, subject, envelope), long_run.cycle
+    struck = 2 * SHORT.long_every  # a step that is measured
+
+    def striking(*given):
+        engine, shown = right(*given)
+        if next(steps) == struck:
+            R = np.array(engine.state.recurrent.R)
+            R[0, 1, 1] += (1e-4 * noise(R[0, 1, 1], np.random.default_rng(0))).astype(R.dtype)
+            carry = engine.state.recurrent.replace(R=jnp.asarray(R))
+            engine = engine.replace(state=engine.state.replace(recurrent=carry))
+        return engine, shown
+
+    monkeypatch.setattr(long_run, "cycle", striking)
+    long_run.run(model, subject, SHORT, tally, lambda *_: None)
+    red = [check for check in tally.checks if not check.green]
+    first = {name: red[0].where[name] for name in ("cycle", "prefix", "layer", "head")}
+    assert first == {"cycle": struck, "prefix": 1, "layer": 0, "head": 1}
+    assert red[0].name == "R" and 5e-5 < red[0].value < 1.1e-4  # of what is read: a sum
+
+
+def test_an_envelope_without_long_bounds_serves_no_long_run(model, envelope):
+    subjects = [Subject(Replay(), DRAFTER, RULES["match"])]
+    provenance = {name: said for name, said in envelope.provenance.items() if name != "long run"}
+    earlier = Envelope(envelope.bounds, envelope.controls, provenance)
+    with pytest.raises(ValueError, match="a long run of 0 tokens, expected 256: calibrate again"):
+        run(model, subjects, SHORT, earlier)
 
 
 def test_progress_and_facts(report, told, envelope):

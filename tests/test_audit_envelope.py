@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 import tiny
 
-from treejax.audit.envelope import CEILINGS, FLOORS, LUMOTREE, Envelope, bounds_from, identity
+from treejax.audit.envelope import (
+    CEILINGS,
+    FLOORS,
+    LONG_CEILING,
+    LUMOTREE,
+    Envelope,
+    bounds_from,
+    identity,
+    long_bounds_from,
+)
 from treejax.model import Model
 
 MODEL = Model(tiny.random_params(tiny.CONFIG), tiny.CONFIG)  # nothing is compiled for it
@@ -25,8 +34,21 @@ WORST = {
 }
 
 
+LONGER = WORST | {"R": np.array([1e-5, 3e-6])}
+
+
 def made(model):
     return Envelope(bounds_from("float32", WORST, 4.0), {"repeat": {"R": 0.0}}, identity(model))
+
+
+def made_long(model, tokens=500):
+    """One that was calibrated with a long run."""
+    short = made(model)
+    return dataclasses.replace(
+        short,
+        long=long_bounds_from("float32", LONGER, 4.0),
+        provenance={**short.provenance, "long run": {"tokens": tokens}},
+    )
 
 
 def test_bounds_are_floor_plus_factor_times_the_controls():
@@ -35,6 +57,19 @@ def test_bounds_are_floor_plus_factor_times_the_controls():
     assert bounds["divergence"] == pytest.approx([floor["nats"] + 4e-11])
     assert bounds["margin"] == pytest.approx([2e-5])
     assert "logits" not in bounds
+
+
+def test_bounds_of_long_runs_are_the_same_sum_and_stay_small():
+    """An error of 1e-4 is caught unless the control itself lies near it."""
+    floor = FLOORS["float32"]["relative"]
+    worst = WORST | {"R": np.array([1e-5, 3.6e-5, 9e-5])}
+    bounds, free = (make("float32", worst, 4.0) for make in (long_bounds_from, bounds_from))
+    assert bounds["R"] == pytest.approx([floor + 4e-5, LONG_CEILING, 1.8e-4])
+    assert free["R"][1] > 1e-4 > LONG_CEILING
+    assert {name: made for name, made in bounds.items() if name != "R"} == {
+        name: made for name, made in free.items() if name != "R"
+    }
+    assert long_bounds_from("bfloat16", worst, 4.0) == bounds_from("bfloat16", worst, 4.0)
 
 
 def test_float32_is_ten_times_tighter_than_lumotree_or_refused():
@@ -46,16 +81,17 @@ def test_float32_is_ten_times_tighter_than_lumotree_or_refused():
 
 
 def test_a_file_comes_back_and_an_edited_one_does_not(tmp_path):
-    envelope, path = made(MODEL), tmp_path / "envelope.json"
+    envelope, path = made_long(MODEL), tmp_path / "envelope.json"
     envelope.save(path)
     again = Envelope.load(path)
     assert again.bounds == envelope.bounds and again.digest == envelope.digest
+    assert again.long == envelope.long and again.over_long_runs().bounds == envelope.long
     text = path.read_text(encoding="utf-8")
-    for field in ("bounds", "controls", "provenance"):
+    for field in ("bounds", "controls", "provenance", "long"):
         said = json.loads(text)
         inner = said[field]
         first = next(iter(inner))
-        inner[first] = [1.0] if field == "bounds" else {"R": 1.0}
+        inner[first] = {"R": 1.0} if field in ("controls", "provenance") else [1.0]
         path.write_text(json.dumps(said), encoding="utf-8")
         with pytest.raises(ValueError, match="was changed after it was calibrated") as caught:
             Envelope.load(path)
@@ -64,6 +100,21 @@ def test_a_file_comes_back_and_an_edited_one_does_not(tmp_path):
     path.write_text(json.dumps(said), encoding="utf-8")
     with pytest.raises(ValueError, match="was changed"):
         Envelope.load(path)
+
+
+def test_one_without_a_long_run_is_written_as_ever_and_serves_no_long_run(tmp_path):
+    """Of a quick profile, or of before long runs had bounds: such files hold no "long"."""
+    path = tmp_path / "envelope.json"
+    made(MODEL).save(path)
+    assert "long" not in json.loads(path.read_text(encoding="utf-8"))
+    short = Envelope.load(path)
+    short.check_use(MODEL)
+    with pytest.raises(ValueError, match="bounds for a long run of 0 tokens, expected 500"):
+        short.check_use(MODEL, long_tokens=500)
+    made_long(MODEL).check_use(MODEL, long_tokens=500)
+    made_long(MODEL).check_use(MODEL)
+    with pytest.raises(ValueError, match="of 500 tokens, expected 10,000: calibrate again"):
+        made_long(MODEL).check_use(MODEL, long_tokens=10_000)
 
 
 def test_what_is_no_envelope_is_said_in_one_line(tmp_path):
@@ -99,3 +150,7 @@ def test_one_without_a_bound_for_every_surface_is_refused():
     less = {name: values for name, values in whole.bounds.items() if name != "row logits"}
     with pytest.raises(ValueError, match="no bounds for row logits, expected all of what is"):
         Envelope(less, whole.controls, whole.provenance).check_use(model)
+    long = made_long(model)
+    less = {name: values for name, values in long.long.items() if name != "C"}
+    with pytest.raises(ValueError, match="no bounds for C, expected all of what is"):
+        dataclasses.replace(long, long=less).check_use(model, long_tokens=500)

@@ -2,8 +2,10 @@
 
 Controls are plain decoding done otherwise (``audit.continuation.controls``): what separates them
 from plain is rounding and nothing else. A bound is ``floor + factor x`` the controls' largest
-distance, by surface and layer. An envelope names what it was made of and carries a digest of all it
-says, so that neither a change of its numbers nor its use for another model goes unnoticed.
+distance, by surface and layer. Long runs, over which rounding adds up, have bounds of their own
+from a control of their length (``audit.continuation.long_control``). An envelope names what it was
+made of and carries a digest of all it says, so that neither a change of its numbers nor its use for
+another model goes unnoticed.
 """
 
 import dataclasses
@@ -36,6 +38,10 @@ CEILINGS = {
 """Controls that need wider bounds than these prove nothing, and calibrating says so. In float32
 they are a tenth of the smallest bounds of LumoTree's audit: 0.02 and 0.15 nats."""
 
+LONG_CEILING = 9e-5
+"""In float32 relative bounds of long runs are no larger, so that an error of 1e-4 in one head is
+caught after thousands of tokens as well; or twice the control's distance where that is more."""
+
 LUMOTREE = {"relative": 0.02, "nats": 0.15}
 """The floors of LumoTree's bounds, each candidate being allowed twice its bound."""
 
@@ -48,12 +54,15 @@ class Envelope:
       bounds: by surface, a number a layer of that surface (one for ``divergence``, ``drafter`` and
         ``margin``): the largest distance that passes.
       controls: by control and surface, the largest distance seen, over layers.
-      provenance: what it was calibrated on: model, config, device, versions, prefixes, settings.
+      provenance: what it was calibrated on: model, config, device, versions, prefixes, settings;
+        under "long run" texts, tokens and prefixes of its control.
+      long: as ``bounds``, for long runs; empty if it was calibrated without one.
     """
 
     bounds: Mapping[str, tuple[float, ...]]
     controls: Mapping[str, Mapping[str, float]]
     provenance: Mapping[str, Any]
+    long: Mapping[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)
 
     @property
     def digest(self) -> str:
@@ -70,6 +79,10 @@ class Envelope:
         """The bound of the layer that has the largest."""
         return max(self.bounds[surface], default=0.0)
 
+    def over_long_runs(self) -> "Envelope":
+        """The envelope that holds in a long run: its own bounds in place of the others."""
+        return dataclasses.replace(self, bounds=self.long, long={})
+
     def save(self, path: str | Path) -> None:
         """Write it as JSON, with its digest."""
         text = json.dumps({**self._content(), "digest": self.digest}, indent=1, sort_keys=True)
@@ -85,8 +98,11 @@ class Envelope:
         try:
             said = json.loads(Path(path).read_text(encoding="utf-8"))
             digest = said.pop("digest")
-            bounds = {name: tuple(values) for name, values in said.pop("bounds").items()}
-            made = cls(bounds, said.pop("controls"), said.pop("provenance"))
+            bounds, long = (
+                {name: tuple(values) for name, values in part.items()}
+                for part in (said.pop("bounds"), said.pop("long", {}))
+            )
+            made = cls(bounds, said.pop("controls"), said.pop("provenance"), long)
         except FileNotFoundError:
             raise ValueError(f"no such envelope: {path}") from None
         except (ValueError, KeyError, AttributeError, TypeError):
@@ -98,19 +114,26 @@ class Envelope:
             )
         return made
 
-    def check_use(self, model: Model) -> None:
+    def check_use(self, model: Model, long_tokens: int = 0) -> None:
         """Refuse another model, dtype, config or kind of device than it was calibrated for, and
-        one that has no bounds for what is measured today.
+        one that has no bounds for what is measured today: ``long_tokens`` of a long run, say.
 
         Raises:
           ValueError: one line.
         """
-        lacking = [name for name in (*SURFACES, "margin") if name not in self.bounds]
-        if lacking:
+        made_for = int(self.provenance.get("long run", {}).get("tokens", 0))
+        if made_for < long_tokens:
             raise ValueError(
-                f"the envelope has no bounds for {', '.join(lacking)}, expected all of what is "
-                "measured: calibrate again"
+                f"the envelope has bounds for a long run of {made_for:,} tokens, expected "
+                f"{long_tokens:,}: calibrate again in the full profile, or audit without a long run"
             )
+        for bounds in (self.bounds, self.long) if long_tokens else (self.bounds,):
+            lacking = [name for name in (*SURFACES, "margin") if name not in bounds]
+            if lacking:
+                raise ValueError(
+                    f"the envelope has no bounds for {', '.join(lacking)}, expected all of what is "
+                    "measured: calibrate again"
+                )
         mine = identity(model)
         for name, value in mine.items():
             if self.provenance.get(name) != value:
@@ -120,7 +143,9 @@ class Envelope:
                 )
 
     def _content(self) -> dict[str, Any]:
+        long = {name: list(values) for name, values in self.long.items()}
         return {
+            **({"long": long} if long else {}),  # files from before there were any say nothing
             "bounds": {name: list(values) for name, values in self.bounds.items()},
             "controls": {name: dict(values) for name, values in self.controls.items()},
             "provenance": dict(self.provenance),
@@ -153,6 +178,19 @@ def bounds_from(
         bounds[name] = tuple(made.tolist())
     margin = max(floors["margin"], 2.0 * float(np.max(worst["logits"])))
     return bounds | {"margin": (margin,)}
+
+
+def long_bounds_from(
+    dtype: str, worst: Mapping[str, np.ndarray], factor: float
+) -> dict[str, tuple[float, ...]]:
+    """``bounds_from`` what the control of a long run showed, held down to ``LONG_CEILING``."""
+    made = bounds_from(dtype, worst, factor)
+    if dtype != "float32":
+        return made
+    for name in set(made) - {"divergence", "margin"}:
+        most = np.maximum(LONG_CEILING, 2.0 * np.ravel(worst[name]))
+        made[name] = tuple(np.minimum(made[name], most).tolist())
+    return made
 
 
 def identity(model: Model) -> dict[str, str]:

@@ -73,7 +73,7 @@ class Work:
         envelope = None
         if asked.envelope is not None and model is not None:
             envelope = Envelope.load(asked.envelope)
-            envelope.check_use(model)
+            envelope.check_use(model, settings["continuation"].long_tokens)
         return cls(asked, make_plan(asked, model), model, settings, envelope)
 
     def parts(self, advance: Advance, time_limit: float | None = None) -> Iterator[Report]:

@@ -20,7 +20,7 @@ from treejax.audit.continuation import fresh, long_run, tightness
 from treejax.audit.continuation.calibration import calibrate, depth_of, plain_of
 from treejax.audit.continuation.schedules import Course, End, compile_step, follow_schedule
 from treejax.audit.continuation.settings import FULL, SCHEDULES, Settings
-from treejax.audit.continuation.verdict import Tally
+from treejax.audit.continuation.verdict import LONG, Tally
 from treejax.audit.elsewhere import refuse_inside
 from treejax.audit.envelope import LUMOTREE, Envelope
 from treejax.audit.faults.base import Fault
@@ -61,12 +61,14 @@ def run(
         _check_subject(subject, settings)
         settings.rows(model, depth_of(subject.drafter))  # refused before anything runs
     calibrated = envelope is None
+    if envelope is not None:
+        envelope.check_use(model, settings.long_tokens)
     advance("envelope", 0, len(subjects) + 1)
     with _compiling() as pool:
         ready = [pool.submit(compile_step, model, subject, settings) for subject in subjects]
         if envelope is None:
             envelope = calibrate(model, settings)
-        envelope.check_use(model)
+            envelope.check_use(model, settings.long_tokens)
         frozen = envelope.digest
         texts = settings.texts(model, "held-out")
         if digest(texts) == envelope.provenance["prefixes"]:
@@ -136,16 +138,17 @@ def _follow(course: Course, tally: Tally, advance: Callable[[int, int], None]) -
     if settings.fresh_process and "resumed" in ends:
         with tally.guarded({"schedule": "fresh process"}):
             fresh.continue_elsewhere(course, ends["resumed"], tally)
+    where = {"schedule": settings.schedules[-1]}
+    last = [(where, course.expected, ends[name]) for name in where.values() if name in ends]
     if settings.long_tokens:
-        with tally.guarded({"schedule": "long"}):
-            long_run.run(course.model, course.subject, settings, tally, advance)
-    last = ends.get(settings.schedules[-1])
-    if last is None or not settings.tightness:
-        return []
-    rows = tightness.smallest_caught(
-        course.model, course.subject, course.expected, tally.envelope, last
-    )
-    return [("smallest perturbation caught", tuple(rows))]
+        where = {"schedule": LONG}
+        with tally.guarded(where):
+            last += [(where, *long_run.run(course.model, course.subject, settings, tally, advance))]
+    rows: list[dict[str, Any]] = []
+    for where, expected, end in last if settings.tightness else ():
+        how = tally.bounds_at(where), end, ", long run" if where["schedule"] == LONG else ""
+        rows += tightness.smallest_caught(course.model, course.subject, expected, *how)
+    return [("smallest perturbation caught", tuple(rows))] if rows else []
 
 
 def _check_subject(subject: Subject, settings: Settings) -> None:
@@ -173,17 +176,23 @@ def refuse_lossy(rule: Rule) -> None:
 
 
 def _bounds(envelope: Envelope) -> list[dict[str, Any]]:
-    """The envelope as a table: what the controls did, and the bounds, beside LumoTree's."""
+    """The envelope as a table: what the controls did, and the bounds, beside LumoTree's; those of
+    long runs also beside the others."""
     rows = []
-    for surface in envelope.bounds:
-        row: dict[str, Any] = {"surface": surface}
-        seen = {name: control.get(surface) for name, control in envelope.controls.items()}
-        row |= {f"control {name}": value for name, value in seen.items()}
-        row |= {"smallest bound": min(envelope.bounds[surface], default=None)}
-        row |= {"largest bound": max(envelope.bounds[surface], default=None)}
-        if surface != "margin":
-            row["LumoTree"] = LUMOTREE["nats" if surface == "divergence" else "relative"]
-        rows.append(row)
+    for bounds in (envelope.bounds, envelope.long):
+        for surface, values in bounds.items():
+            long = bounds is envelope.long
+            row: dict[str, Any] = {"surface": f"{surface}, long run" if long else surface}
+            for name, control in envelope.controls.items():
+                row[f"control {name}"] = control.get(surface) if (name == LONG) == long else None
+            row |= {"smallest bound": min(values, default=None)}
+            row |= {"largest bound": max(values, default=None)}
+            if surface != "margin":
+                row["LumoTree"] = LUMOTREE["nats" if surface == "divergence" else "relative"]
+            if long:
+                pairs = zip(values, envelope.bounds[surface], strict=True)
+                row["of the short bound"] = max((a / b for a, b in pairs), default=None)
+            rows.append(row)
     return rows
 
 

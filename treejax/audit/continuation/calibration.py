@@ -1,7 +1,8 @@
 """From the controls' distances to an envelope."""
 
 import datetime
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -10,12 +11,13 @@ import numpy as np
 
 from treejax.ablation.report import installed_version
 from treejax.audit.continuation.controls import DEPTH, head_drafter, run_controls
+from treejax.audit.continuation.long_control import run_long_control
 from treejax.audit.continuation.settings import FULL, Settings
-from treejax.audit.envelope import Envelope, bounds_from, identity
+from treejax.audit.envelope import Envelope, bounds_from, identity, long_bounds_from
 from treejax.audit.prefixes import digest
 from treejax.audit.reference import Plain, decode
 from treejax.audit.rows import RowLogits
-from treejax.audit.surfaces import LAYERED
+from treejax.audit.surfaces import LAYERED, Measured
 from treejax.drafters import Drafter
 from treejax.model import Model
 
@@ -36,17 +38,8 @@ def calibrate(model: Model, settings: Settings = FULL) -> Envelope:
         max_length=settings.rows(model, DEPTH),
         seed=settings.seed,
     )
-    every: dict[str, list[np.ndarray]] = {}
-    seen: dict[str, dict[str, float]] = {}
-    for name, steps in controls.items():
-        for step in steps:
-            for surface, values in step.distances.items():
-                layers = by_layer(surface, values)
-                every.setdefault(surface, []).append(layers)
-                largest = max(float(layers.max(initial=0.0)), seen.get(name, {}).get(surface, 0.0))
-                seen.setdefault(name, {})[surface] = largest
-    worst = {surface: np.stack(values).max(axis=0) for surface, values in every.items()}
-    dtype = jnp.dtype(model.dtype).name
+    dtype, long = jnp.dtype(model.dtype).name, dict[str, tuple[float, ...]]()
+    bounds = bounds_from(dtype, worst_of(itertools.chain(*controls.values())), settings.factor)
     provenance: dict[str, Any] = identity(model) | {
         "prefixes": digest(texts),
         "settings": settings.as_dict(),
@@ -55,7 +48,16 @@ def calibrate(model: Model, settings: Settings = FULL) -> Envelope:
         "jax": jax.__version__,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
-    return Envelope(bounds_from(dtype, worst, settings.factor), seen, provenance)
+    if settings.long_tokens:
+        controls["long"], provenance["long run"] = run_long_control(model, settings)
+        long = long_bounds_from(dtype, worst_of(controls["long"]), settings.factor)
+    seen = {
+        name: {
+            surface: float(values.max(initial=0.0)) for surface, values in worst_of(made).items()
+        }
+        for name, made in controls.items()
+    }
+    return Envelope(bounds, seen, provenance, long)
 
 
 def plain_of(
@@ -74,6 +76,15 @@ def plain_of(
 def depth_of(drafter: Drafter) -> int:
     """The depth of trees that plain decoding must suffice for: the drafter's, or the controls'."""
     return max(drafter.max_depth, DEPTH)
+
+
+def worst_of(steps: Iterable[Measured]) -> dict[str, np.ndarray]:
+    """The largest distances of all steps, by surface and layer."""
+    worst: dict[str, np.ndarray] = {}
+    for step in steps:
+        for surface, values in step.distances.items():
+            worst[surface] = np.maximum(worst.get(surface, 0.0), by_layer(surface, values))
+    return worst
 
 
 def by_layer(surface: str, values: np.ndarray) -> np.ndarray:

@@ -79,13 +79,18 @@ def run_controls(
     pieces = in_pieces(model, prompts, drafter, max_length=room, sampling=sampling, keys=keys)
     for name, start in (("capacity", cold), ("pieces", pieces), ("packed", cold)):
         chained = name == "packed"
-        made[name] = _follow_plain(model, expected, start, drafter, cycles, chained, seed, **how)
+        made[name] = follow_plain(model, expected, start, drafter, cycles, chained, seed, **how)
     for name, steps in made.items():
-        for step in steps:
-            wrong = [what for what in EXACT if what != "proposal" and step.counts[what].any()]
-            if wrong:
-                raise ValueError(f"control {name!r} differs from plain decoding in {wrong[0]}")
+        refuse_wrong(name, steps)
     return made
+
+
+def refuse_wrong(name: str, steps: Sequence[Measured]) -> None:
+    """Refuse, in one line, a control that differs from plain in what must be equal."""
+    for step in steps:
+        wrong = [what for what in EXACT if what != "proposal" and step.counts[what].any()]
+        if wrong:
+            raise ValueError(f"control {name!r} differs from plain decoding in {wrong[0]}")
 
 
 def _repeated(plain: Plain, again: Plain) -> list[Measured]:
@@ -150,7 +155,7 @@ def cut(prompts: Sequence[Sequence[int]]) -> tuple[list[Any], np.ndarray, list[A
     return [list(p[:m]) for p, m in pairs], ones, [list(p[m + PIECE :]) for p, m in pairs]
 
 
-def _follow_plain(
+def follow_plain(
     model: Model,
     expected: RowLogits,
     start: Start,

@@ -1,7 +1,7 @@
 """How much the continuation audit does."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,16 @@ SCHEDULES = ("cold", "primed", "lengths", "resumed")
 """How a prefix came to be in the state: at once; half of it, then token by token by the subject,
 then the rest; at once, and then paths of every length are published, on purpose; at once, and half
 of the cycles later saved, and restored into a fresh state."""
+
+
+class LongRun(NamedTuple):
+    """Sizes of a long run: texts, tokens of each one's prompt, tokens that ``each`` goes on for,
+    and rows of a state for that."""
+
+    texts: int
+    prompt: int
+    each: int
+    rows: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +117,15 @@ class Settings:
                 f"{model.config.max_position_embeddings}: ask for fewer"
             )
         return state_rows(model, needed)
+
+    def long_run(self, model: Model, depth: int) -> LongRun:
+        """How ``long_tokens`` are spread over texts that the model's context has room for, with
+        trees of a depth."""
+        slack, context = 2 * (depth + 1), model.config.max_position_embeddings
+        prompt = min(self.length, context // 4)
+        texts = -(-self.long_tokens // min(context - prompt - slack, self.long_tokens))
+        each = -(-self.long_tokens // texts)
+        return LongRun(texts, prompt, each, state_rows(model, prompt + each + slack))
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-able."""

@@ -28,8 +28,10 @@ def smallest_caught(
     expected: RowLogits,
     envelope: Envelope,
     end: End,
+    note: str = "",
 ) -> list[dict[str, Any]]:
-    """A table: what was perturbed, the smallest relative size caught, and LumoTree's bounds.
+    """A table: what was perturbed, then ``note``, the smallest relative size caught, and LumoTree's
+    bounds.
 
     A perturbation of size e adds noise of e times the norm of what it strikes: one head of R, one
     layer's convolution history in a block of channels, one row of one head of K or V, a row of
@@ -69,7 +71,8 @@ def smallest_caught(
         rows.append(_row(subject, name, surface, caught))
     rows.append(_logits(subject, plain.logits[offset[b], b], envelope, random))
     rows.append(_row_logits(subject, expected, envelope, end, b, random))
-    return rows + _drafter(subject, plain, envelope, end, b, random)
+    rows += _drafter(subject, plain, envelope, end, b, random)
+    return [row | {"perturbed": f"{row['perturbed']}{note}"} for row in rows]
 
 
 def noise(array: np.ndarray, random: np.random.Generator) -> np.ndarray:

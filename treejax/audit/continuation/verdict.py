@@ -21,6 +21,9 @@ from treejax.audit.step import Cycle, Subject
 from treejax.audit.surfaces import EXACT, LAYERED, SURFACES, Measured
 from treejax.model import Model
 
+LONG = "long"
+"""The schedule of the long run, whose bounds come from a control as long as it."""
+
 WORDS = {
     "tokens": "tokens that are not plain's",
     "length": "tokens by which a length is wrong",
@@ -54,7 +57,11 @@ class Tally:
         self._most_rows = deepest(subject.drafter) + 1
         self._published: set[int] = set()
         self._config = model.config
-        self._worst: dict[str, tuple[float, float, float]] = {}
+        self._worst: dict[tuple[str, bool], tuple[float, float, float]] = {}
+
+    def bounds_at(self, where: Mapping[str, int | str]) -> Envelope:
+        """The envelope that holds in a schedule: long runs have bounds of their own."""
+        return self.envelope.over_long_runs() if where["schedule"] == LONG else self.envelope
 
     def record(
         self,
@@ -70,7 +77,7 @@ class Tally:
 
         ``offset`` [B] is where the step began; ``fragile`` tells whose proposal hangs on rounding.
         """
-        near = self._near_ties(step, shown, plain, offset) & alive
+        near = self._near_ties(step, shown, plain, offset, self.bounds_at(where).margin) & alive
         after, compared = alive & ~near, alive & ~near
         self.facts["near ties"] += int(near.sum())
         self.facts["steps"] += int(alive.sum())
@@ -102,19 +109,16 @@ class Tally:
         """Lengths of path, the root counted, that no step of a sequence published."""
         return [rows for rows in range(1, self._most_rows + 1) if rows not in self._published]
 
-    def worst(self, surface: str) -> float:
-        """The largest distance of a surface so far."""
-        return self._worst.get(surface, (0.0, 0.0, 0.0))[1]
-
     def rows(self) -> list[dict[str, Any]]:
-        """By surface the step that came nearest to its bound, or went furthest past it."""
+        """By surface the step that came nearest to its bound, or went furthest past it; the long
+        run's apart."""
         rows = []
-        for name, (ratio, value, bound) in self._worst.items():
+        for (name, long), (ratio, value, bound) in self._worst.items():
             unit = "nats" if name == "divergence" else "relative"
             rows.append(
                 {
                     "subject": self.name,
-                    "surface": name,
+                    "surface": f"{name}, long run" if long else name,
                     "distance": value,
                     "bound": bound,
                     "of the bound": ratio,
@@ -127,7 +131,7 @@ class Tally:
         self, name: str, values: np.ndarray, alive: np.ndarray, where: Mapping[str, int | str]
     ) -> None:
         """A check a layer: the largest distance of any sequence that is compared."""
-        bounds = self.envelope.bounds[name]
+        bounds, long = self.bounds_at(where).bounds[name], where["schedule"] == LONG
         layers = {"R": self._config.linear_layers, "C": self._config.linear_layers}
         numbers = layers.get(name, self._config.full_layers)
         mine = np.where(alive.reshape(-1, *[1] * (values.ndim - 1)), values, 0.0)
@@ -142,11 +146,11 @@ class Tally:
             value = float(layer[place])
             self.checks.append(Check("continuation", self.name, name, there, value, bound))
             ratio = value / bound
-            if not ratio <= self._worst.get(name, (-1.0, 0.0, 0.0))[0]:
-                self._worst[name] = (ratio, value, bound)
+            if not ratio <= self._worst.get((name, long), (-1.0, 0.0, 0.0))[0]:
+                self._worst[name, long] = (ratio, value, bound)
 
     def _near_ties(
-        self, step: Measured, shown: Cycle, plain: Plain, offset: np.ndarray
+        self, step: Measured, shown: Cycle, plain: Plain, offset: np.ndarray, margin: float
     ) -> np.ndarray:
         """[B] whether the first token that is not plain's may be rounding's doing."""
         tokens, count = np.asarray(shown.tokens), np.asarray(shown.count)
@@ -159,5 +163,5 @@ class Tally:
                 continue  # the right tokens, but too few or too many
             place = offset[b] + 1 + differ[0]
             second = plain.second[place, b] == got[differ[0]]
-            near[b] = second and plain.margin[place, b] <= self.envelope.margin
+            near[b] = second and plain.margin[place, b] <= margin
         return near
