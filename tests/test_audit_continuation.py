@@ -5,6 +5,7 @@ import json
 import time
 from types import SimpleNamespace
 from typing import ClassVar
+from unittest.mock import ANY
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +21,7 @@ from treejax.audit.faults import REGISTRY as FAULTS
 from treejax.audit.faults.recurrent import narrowed
 from treejax.audit.prefixes import digest, prefixes
 from treejax.audit.raised import RAISED
+from treejax.audit.report import tightness
 from treejax.audit.step import Subject
 from treejax.audit.surfaces import EXACT, SURFACES, Measured
 from treejax.drafters import MTP
@@ -130,12 +132,18 @@ def test_the_report_says_how_tight_it_is(report):
         assert 0 < row["smallest caught"] < LUMOTREE["relative"] / 10, name
     assert 1e-5 < caught["R: one head, long run"]["smallest caught"] < 1e-4
     assert 0 < caught["logits: one row"]["its nats"] < LUMOTREE["nats"] / 10
-    for row in tables["envelope"]:
-        if "margin" not in row["surface"]:
-            assert 0 < row["largest bound"] <= row["LumoTree"] / 10
-        long = row["surface"].endswith(", long run")
-        assert (row["control long"] is not None) == (long and "margin" not in row["surface"])
-        assert not long or 0 < row["of the short bound"] < 5
+    bounded = [
+        row
+        for row in (*tables["envelope"], *tables["envelope of long runs"])
+        if "margin" not in row["surface"]
+    ]
+    for row in bounded:
+        assert 0 < row["largest bound"] <= row["LumoTree"] / 10
+    least = min(row["LumoTree"] / row["largest bound"] for row in bounded)
+    assert tightness(report) == (ANY, least)
+    for row in tables["envelope of long runs"]:
+        assert 0 < row["of the short bound"] < 5 and "control repeat" not in row
+    assert tables["envelope of long runs"][0]["control long"] is not None
     assert len(tables["long run, by cycle"]) > 1
     json.dumps(report.as_json())
 

@@ -87,7 +87,8 @@ def nearest(checks: Iterable[Check]) -> Check:
 def tightness(report: Report) -> tuple[str, float] | None:
     """The surface on which the envelope is least tight, and how many times its largest bound fits
     into LumoTree's; None without an envelope."""
-    rows = [row for title, table in report.tables if title == "envelope" for row in table]
+    titles = "envelope", "envelope of long runs"
+    rows = [row for title, table in report.tables if title in titles for row in table]
     ratios = {
         str(row["surface"]): float(row["LumoTree"]) / float(row["largest bound"])
         for row in rows

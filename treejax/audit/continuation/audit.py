@@ -100,7 +100,7 @@ def run(
         advance("continuation", len(subjects) + 1, len(subjects) + 1)
         return Report(
             checks=tuple(checks),
-            tables=(("envelope", tuple(_bounds(envelope))), *_merged(tables)),
+            tables=(*_bounds(envelope), *_merged(tables)),
             facts={
                 "continuation": {
                     "settings": settings.as_dict(),
@@ -175,25 +175,25 @@ def refuse_lossy(rule: Rule) -> None:
         )
 
 
-def _bounds(envelope: Envelope) -> list[dict[str, Any]]:
+def _bounds(envelope: Envelope) -> list[tuple[str, tuple[Any, ...]]]:
     """The envelope as a table: what the controls did, and the bounds, beside LumoTree's; those of
-    long runs also beside the others."""
-    rows = []
-    for bounds in (envelope.bounds, envelope.long):
+    long runs as another, beside the others."""
+    short, long = list[dict[str, Any]](), list[dict[str, Any]]()
+    for bounds, rows in ((envelope.bounds, short), (envelope.long, long)):
         for surface, values in bounds.items():
-            long = bounds is envelope.long
-            row: dict[str, Any] = {"surface": f"{surface}, long run" if long else surface}
+            row: dict[str, Any] = {"surface": surface if rows is short else f"{surface}, long run"}
             for name, control in envelope.controls.items():
-                row[f"control {name}"] = control.get(surface) if (name == LONG) == long else None
+                if (name == LONG) == (rows is long):
+                    row[f"control {name}"] = control.get(surface)
             row |= {"smallest bound": min(values, default=None)}
             row |= {"largest bound": max(values, default=None)}
-            if surface != "margin":
-                row["LumoTree"] = LUMOTREE["nats" if surface == "divergence" else "relative"]
-            if long:
+            if rows is long:
                 pairs = zip(values, envelope.bounds[surface], strict=True)
                 row["of the short bound"] = max((a / b for a, b in pairs), default=None)
+            if surface != "margin":
+                row["LumoTree"] = LUMOTREE["nats" if surface == "divergence" else "relative"]
             rows.append(row)
-    return rows
+    return [("envelope", tuple(short)), *([("envelope of long runs", tuple(long))] if long else [])]
 
 
 def _merged(tables: Sequence[tuple[str, tuple[Any, ...]]]) -> list[tuple[str, tuple[Any, ...]]]:

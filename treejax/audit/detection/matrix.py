@@ -33,7 +33,7 @@ POWER = 0.99
 """The share of seeds in which a fault must be caught."""
 
 
-CONTROLS = continuation_settings.Settings(prefixes=6, length=40, shorter=2)
+CONTROLS = continuation_settings.Settings(prefixes=6, length=40, shorter=2, long_tokens=0)
 """Of the envelope: prefixes as short as the texts here, which rounding has less time to move."""
 
 LOT = 30
