@@ -53,7 +53,7 @@ def sizes_of(
     _, k, v = operands[:3]
     batch, rows, heads, value_dim = v.shape
     programs = batch * heads * -(-value_dim // CHANNELS)
-    wide = programs <= MULTIPROCESSORS and rows <= SEGMENT
+    wide = programs <= MULTIPROCESSORS and rows <= 2 * SEGMENT
     sizes = Sizes(
         batch=batch,
         rows=round_up(rows, BLOCK),
@@ -70,6 +70,8 @@ def sizes_of(
     if sizes.path:
         windows = [sizes.chunks]  # the path is committed into the whole state first
     for more, window in itertools.product((True, False) if wide else (False,), windows):
+        if more and sizes.segments > 1 and window < sizes.chunks:
+            continue  # two warpgroups read each window, and do not wait for each other
         sizes = dataclasses.replace(sizes, wide=more, window=window)
         if smem_bytes(sizes) <= SMEM_LIMIT:
             break

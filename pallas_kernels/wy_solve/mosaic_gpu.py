@@ -8,7 +8,10 @@ prepare while the others multiply, and then help them.
 K K^T and Q K^T are formed by every value head: handing them over from one program a key head would
 cost a launch, recomputing them costs 8 tensor-core instructions.
 
-Rows are in topological order. Trees of more than 32 rows go in segments of 32.
+Rows are in topological order. Trees of more than 32 rows go in segments of 32. A program of four
+warpgroups takes two segments in one pass: the state is read once, two warpgroups multiply it with
+each segment's rows, and the substitution goes on from one segment to the next without a break.
+Otherwise each segment is a pass of its own.
 """
 
 import dataclasses
@@ -25,7 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import tiles
 from pallas_kernels.tiles import ROWS, load
 from pallas_kernels.wy_solve import substitution, tensor_cores
-from pallas_kernels.wy_solve.couplings import add_earlier_segments, couple, sum_decays
+from pallas_kernels.wy_solve.couplings import Seen, add_earlier_segments, couple, sum_decays
 from pallas_kernels.wy_solve.path import commit_path, drop_path, stage_path
 from pallas_kernels.wy_solve.program import Program, together
 from pallas_kernels.wy_solve.sizes import BLOCK, CHANNELS, SEGMENT, Sizes, scratch_types
@@ -126,16 +129,16 @@ def run(p: Program) -> None:
 
     @pl.when(busy)
     def _():
-        alone = p.sizes.segments == 1 or p.sizes.path > 0
+        alone = p.sizes.passes == 1 or p.sizes.path > 0
         if alone:
-            run_segment(p, jnp.int32(0), first=True)
-        if p.sizes.segments > 1:
-            # A later segment reads the state from GMEM: committed, or as it was and commits again.
+            run_pass(p, jnp.int32(0), first=True)
+        if p.sizes.passes > 1:
+            # A later pass reads the state from GMEM: committed, or as it was and commits again.
             again = dataclasses.replace(p, length=jnp.where(p.writes, 0, p.length), writes=False)
 
             def later(segment, carry):
                 together(p)
-                run_segment(again, segment, first=False)
+                run_pass(again, segment, first=False)
                 return carry
 
             lax.fori_loop(int(alone), (p.count + SEGMENT - 1) // SEGMENT, later, 0)
@@ -145,19 +148,27 @@ def run(p: Program) -> None:
         substitution.clear_rows(p)
 
 
-def run_segment(p: Program, segment: jax.Array, first: bool) -> None:
-    """Solve 32 rows of the tree: couplings to all rows before, products, substitution, outputs.
+def run_pass(p: Program, segment: jax.Array, first: bool) -> None:
+    """Solve the rows of a pass: couplings to all rows before, products, substitution, outputs.
 
-    ``first`` is for a segment that has none before it: it couples while the state arrives.
+    ``segment`` is its first; ``first`` is for a pass that has none before it: it couples while the
+    state arrives. A second segment of the pass is coupled while the first one is solved: its
+    couplings would delay every row otherwise.
     """
     commits = p.sizes.path > 0
     start = SEGMENT * segment
 
     if not p.sizes.wide:
         stage(p, start, commits)
-    multiplies, prepares = (p.group < 2, p.group >= 2) if p.sizes.wide else (True, True)
-    when(multiplies, lambda: tensor_cores.fetch_state(p, 0))
-    seen = load(p.inputs.seen.at[p.b, segment, segment], ROWS)
+    span = p.sizes.span
+    fetches, prepares = (p.group < 2, p.group >= 2) if p.sizes.wide else (True, True)
+    multiplies = fetches if span == 1 else True
+    when(fetches, lambda: tensor_cores.fetch_state(p, 0))
+    bits = p.inputs.seen.at[p.b]
+    seen = tuple(
+        tuple(load(bits.at[segment + part, segment + source], ROWS) for source in range(part + 1))
+        for part in range(span)
+    )
     plgpu.barrier_wait(p.s.loaded)
     if p.sizes.staged:
         tensor_cores.convert(p, p.s.kq)
@@ -169,28 +180,41 @@ def run_segment(p: Program, segment: jax.Array, first: bool) -> None:
             commit_path(p)
             together(p)  # the couplings take the place of the path
         if first:
-            couple(p, segment, segment, seen, p.s.kq)
-        if p.sizes.wide:
+            couple(p, 0, 0, seen[0][0])
+        if p.sizes.wide and span == 1:
             together(p)
 
     def multiply():
         if commits and p.sizes.wide:
-            commit_path(p)
+            when(fetches, lambda: commit_path(p))
+            if span > 1:
+                together(p)
         total = tensor_cores.products(p, commits)
         if commits and first:
-            # Later segments read the state back from GMEM.
-            plgpu.wait_smem_to_gmem(0, wait_read_only=p.sizes.segments == 1)
+            # Later passes read the state back from GMEM.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=p.sizes.passes == 1)
         together(p)  # the products take the place of the state
-        p.s.products.at[p.rows][...] = tensor_cores.scaled(p, total)
+        columns = p.keys_and_queries(p.part)
+        p.s.products.at[p.rows, columns][...] = tensor_cores.scaled(p, total)
 
     when(prepares, prepare)
     when(multiplies, multiply)
     together(p)
     if not first:
         add_earlier_segments(p, segment)
-        couple(p, segment, segment, seen, p.s.kq)
+        couple(p, 0, 0, seen[0][0])
         together(p)
-    substitution.run_segment(p, start)
+    if span > 1:
+        when(prepares, lambda: couple_second(p, seen))
+    substitution.run_pass(p, start)
+
+
+def couple_second(p: Program, seen: Seen) -> None:
+    """Form the couplings of a pass's second segment."""
+    couple(p, 1, 0, seen[1][0])
+    couple(p, 1, 1, seen[1][1])
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(p.s.coupled)
 
 
 def when(condition: Any, action: Callable[[], None]) -> None:
@@ -212,8 +236,8 @@ def stage_rows(p: Program, start: int | jax.Array) -> None:
     """Start copying the operands of the segment's rows into SMEM. Behind the rows of a short last
     segment stay those of the one before: finite, and nobody's."""
     sizes = p.sizes
-    if sizes.last_rows == sizes.segment_rows:
-        copy_rows(p, start, sizes.segment_rows)
+    if sizes.passes == 1 or sizes.last_rows == SEGMENT:
+        copy_rows(p, start, sizes.pass_rows)
         return
     last = start == SEGMENT * (sizes.segments - 1)
     pl.when(~last)(lambda: copy_rows(p, start, SEGMENT))
@@ -221,13 +245,16 @@ def stage_rows(p: Program, start: int | jax.Array) -> None:
 
 
 def copy_rows(p: Program, start: int | jax.Array, rows: int) -> None:
-    """Start the five copies of some rows."""
+    """Start the copies of a pass's rows: of its gates and values at once, of keys and queries by
+    segments."""
     s, here, eight = p.s, pl.ds(start, rows), pl.ds((p.h // BLOCK) * BLOCK, BLOCK)
     keys = s.raw if p.sizes.staged else s.kq.at[0]
-    for name, to in (("k", 0), ("q", SEGMENT)):
-        source = getattr(p.inputs, name).at[p.b, here, p.key_head]
-        plgpu.copy_gmem_to_smem(source, keys.at[pl.ds(to, rows)], s.loaded)
-    target = s.v if rows == p.sizes.segment_rows else s.v.at[pl.ds(0, rows)]
+    for before in range(0, rows, SEGMENT):
+        count = min(rows - before, SEGMENT)
+        for name, to in (("k", 2 * before), ("q", 2 * before + SEGMENT)):
+            source = getattr(p.inputs, name).at[p.b, pl.ds(start + before, count), p.key_head]
+            plgpu.copy_gmem_to_smem(source, keys.at[pl.ds(to, count)], s.loaded)
+    target = s.v if rows == p.sizes.pass_rows else s.v.at[pl.ds(0, rows)]
     plgpu.copy_gmem_to_smem(p.inputs.v.at[p.b, here, p.h, p.channels], target, s.loaded)
     for which, gate in enumerate((p.inputs.g, p.inputs.beta)):
         target = s.gates.at[which, pl.ds(0, rows)]

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.tiles import Ref
-from pallas_kernels.wy_solve.sizes import CHANNELS, HALF, Sizes
+from pallas_kernels.wy_solve.sizes import CHANNELS, HALF, SEGMENT, Sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Program:
     Attributes:
       interpreted: True under the interpreter, which lacks wgmma with registers.
       group: 0 solves, 1 reads; both multiply. In a wide program 2 and 3 prepare the couplings
-        meanwhile, then 2 helps to solve and 3 to read.
+        meanwhile and multiply for a second segment, then 2 helps to solve and 3 to read.
       b, h, tile: sequence, value head and tile of 128 value channels.
       layer: of the pool.
       count: active rows of the tree.
@@ -54,6 +54,15 @@ class Program:
     def half(self) -> Any:
         """Of what two warpgroups share, the half that is this one's."""
         return self.group % 2
+
+    @property
+    def part(self) -> Any:
+        """The segment of a pass for which this warpgroup multiplies."""
+        return self.group // 2 if self.sizes.span > 1 else 0
+
+    def keys_and_queries(self, part: Any) -> Any:
+        """Where those of a segment of a pass are, 32 of each."""
+        return pl.ds(2 * SEGMENT * part, 2 * SEGMENT)
 
     @property
     def key_head(self) -> Any:

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.padding import round_up
 from pallas_kernels.tiles import swizzled
 
-SEGMENT = 32  # rows of a tree that are solved at a time
+SEGMENT = 32  # rows of a tree whose keys and queries make one operand of the tensor cores
 CHANNELS = 128  # value channels of a program, one a thread
 HALF = 64  # rows of R0 that a warpgroup multiplies
 BLOCK = 8  # rows of the substitution that share a register tile
@@ -38,8 +38,8 @@ class Sizes:
     Attributes:
       rows: N, rows of a tree.
       window: chunks of R0 that SMEM holds at once; all, if a path is committed into them first.
-      wide: four warpgroups a program, for trees of at most 32 rows where no multiprocessor would
-        have a second program.
+      wide: four warpgroups a program, which solve one or two segments in one pass, where no
+        multiprocessor would have a second program.
       path: rows of the previous path that is committed first, padded to 16; 0 for none.
     """
 
@@ -60,12 +60,22 @@ class Sizes:
         return 4 if self.wide else 2
 
     @property
-    def segment_rows(self) -> int:
-        return min(self.rows, SEGMENT)
-
-    @property
     def segments(self) -> int:
         return -(-self.rows // SEGMENT)
+
+    @property
+    def span(self) -> int:
+        """Segments that are solved in one pass, which reads the state once."""
+        return self.segments if self.wide else 1
+
+    @property
+    def passes(self) -> int:
+        return -(-self.segments // self.span)
+
+    @property
+    def pass_rows(self) -> int:
+        """Rows of a pass; the last one may have fewer."""
+        return min(self.rows, SEGMENT * self.span)
 
     @property
     def last_rows(self) -> int:
@@ -120,19 +130,21 @@ def scratch_types(sizes: Sizes) -> dict[str, Any]:
     program on a multiprocessor: the state with the products and solution, the path with couplings
     (these only if the program is not wide).
     """
-    width, rows, f32 = sizes.key_dim, sizes.segment_rows, jnp.float32
+    width, rows, f32 = sizes.key_dim, sizes.pass_rows, jnp.float32
+    pairs, terms = 2 * SEGMENT * sizes.span, sizes.terms
     state = swizzled((2 * HALF, sizes.window * sizes.chunk), f32, sizes.chunk)
-    products = swizzled((CHANNELS, 2 * SEGMENT), f32, BLOCK)
+    products = swizzled((CHANNELS, pairs), f32, BLOCK)
     later = (products, plgpu.SMEM((rows, CHANNELS), f32))
-    coupling = plgpu.SMEM((SEGMENT, 2 * SEGMENT), f32)
+    coupling = plgpu.SMEM((SEGMENT * sizes.span, pairs), f32)
     operand = f32 if sizes.tf32 else jnp.bfloat16
     types: dict[str, Any] = {
-        "kq": _operands((sizes.terms, 2 * SEGMENT, width), operand),
+        "kq": _operands((terms, pairs, width), operand),
         "v": plgpu.SMEM((rows, CHANNELS), sizes.dtype),
-        "gates": swizzled((2, 2 * SEGMENT, BLOCK), f32, BLOCK),
-        "lines": plgpu.SMEM((2, 4, 2 * SEGMENT), f32),
+        # 64 rows from a segment's first are read; those behind the last segment are nobody's.
+        "gates": swizzled((2, SEGMENT * (sizes.span + 1), BLOCK), f32, BLOCK),
+        "lines": plgpu.SMEM((2, sizes.span, 4, 2 * SEGMENT), f32),
         "shared": plgpu.RefUnion(state, later),
-        "loaded": plgpu.Barrier(num_arrivals=5),
+        "loaded": plgpu.Barrier(num_arrivals=2 * sizes.span + 3),
         "arrived": plgpu.Barrier(num_arrivals=1, num_barriers=2),
         "together": plgpu.Barrier(num_arrivals=sizes.warpgroups),
         "solved": plgpu.Barrier(num_arrivals=1, num_barriers=rows // BLOCK),
@@ -142,15 +154,16 @@ def scratch_types(sizes: Sizes) -> dict[str, Any]:
     if not sizes.path:
         types["coupling"] = coupling
     if sizes.staged:
-        types["raw"] = plgpu.SMEM((2 * SEGMENT, width), sizes.dtype)
-    if sizes.segments > 1:
+        types["raw"] = plgpu.SMEM((pairs, width), sizes.dtype)
+    if sizes.span > 1:
+        types["coupled"] = plgpu.Barrier(num_arrivals=2)
+    if sizes.passes > 1:
         types["past"] = plgpu.SMEM((2, 2, sizes.segments, 2 * SEGMENT), f32)
-        types["earlier"] = _operands((sizes.terms, 2 * SEGMENT, width), operand)
+        types["earlier"] = _operands((terms, 2 * SEGMENT, width), operand)
         types["fetched"] = plgpu.Barrier(num_arrivals=1)
     if sizes.path:
-        terms = (sizes.path_terms, PATH_BLOCK, width)
         path = (
-            swizzled(terms, jnp.bfloat16, PATH_BLOCK),
+            swizzled((sizes.path_terms, PATH_BLOCK, width), jnp.bfloat16, PATH_BLOCK),
             plgpu.SMEM((PATH_BLOCK, CHANNELS), f32),
             plgpu.SMEM((sizes.path, BLOCK), f32),
         )

@@ -5,6 +5,7 @@ block of eight unknowns of a channel is one row of a register tile.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ PER_ROW = CHANNEL_TILE.reduce(0)
 TILE = (CHANNELS, BLOCK)
 
 
-def run_segment(p: Program, start: jax.Array) -> None:
+def run_pass(p: Program, start: jax.Array) -> None:
     """Pseudo-values by group 0, and outputs by group 1 as soon as a block is solved.
 
     Pseudo-values go to SMEM for the outputs and to GMEM for the commit. All groups take in earlier
@@ -41,6 +42,8 @@ def run_segment(p: Program, start: jax.Array) -> None:
         block = first + step * n
         if wide:
             _wait_in_turn(p, block)
+        if p.sizes.span > 1:
+            _wait_for_couplings(p, block)
         X = load(_columns(p, block), CHANNEL_TILE)
         done = jnp.where(p.group == 0, jnp.maximum(block - 1, 0), 0) if wide else 0
         X = lax.fori_loop(done, block - behind, functools.partial(_add_block, p, block), X)
@@ -64,6 +67,13 @@ def _wait_in_turn(p: Program, block: jax.Array) -> None:
     pl.when((p.group == 2) & (block > 1))(lambda: plgpu.barrier_wait(second))
 
 
+def _wait_for_couplings(p: Program, block: jax.Array) -> None:
+    """Wait once, before the first block of the second segment that this warpgroup takes in."""
+    second = SEGMENT // BLOCK
+    first = jnp.where(p.group == 3, second + 1, second)
+    pl.when(block == first)(lambda: plgpu.barrier_wait(p.s.coupled))
+
+
 def _hand_over(p: Program, block: jax.Array, X: jax.Array) -> None:
     _columns(p, block)[...] = X
     plgpu.barrier_arrive(p.s.helped.at[block])
@@ -73,7 +83,9 @@ def _solve_block(p: Program, start: jax.Array, block: jax.Array, X: jax.Array) -
     rows = [BLOCK * block + column for column in range(BLOCK)]
     # All loads come before the first store, which they would have to wait for.
     values = [load(p.s.v.at[i], PER_CHANNEL).astype(jnp.float32) for i in rows]
-    written = [p.s.lines[0, 1, i] * v for i, v in zip(rows, values, strict=True)]  # -beta v
+    segment = block // (SEGMENT // BLOCK) if p.sizes.span > 1 else 0
+    betas = [p.s.lines[0, segment, 1, i - SEGMENT * segment] for i in rows]
+    written = [minus_beta * v for minus_beta, v in zip(betas, values, strict=True)]
     lines = [_line(p, i, block) for i in rows]
     solved = []
     for column, i in enumerate(rows):
@@ -108,8 +120,8 @@ def _if_active(p: Program, row: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.where(lax.broadcast(row < p.count, x.shape), x, jnp.zeros_like(x))
 
 
-def add_earlier_segment(p: Program, segment: jax.Array) -> None:
-    """What the rows of an earlier segment contribute to this one's products, outputs' by group 1.
+def add_earlier_segment(p: Program, start: jax.Array, segment: jax.Array) -> None:
+    """What rows of an earlier segment contribute to the active blocks of the one at ``start``.
 
     The pseudo-values are read back from GMEM, where this program wrote them.
     """
@@ -126,7 +138,7 @@ def add_earlier_segment(p: Program, segment: jax.Array) -> None:
         _columns(p, block)[...] = lax.fori_loop(0, SEGMENT // BLOCK, add, X)
         return carry
 
-    lax.fori_loop(0, SEGMENT // BLOCK, update_block, 0)
+    lax.fori_loop(0, _blocks(p, start), update_block, 0)
 
 
 def clear_rows(p: Program) -> None:
@@ -142,19 +154,26 @@ def clear_rows(p: Program) -> None:
 
 def _blocks(p: Program, start: jax.Array) -> jax.Array:
     """Blocks of this segment that hold active rows."""
-    active = jnp.minimum(p.count - start, p.sizes.segment_rows)
+    active = jnp.minimum(p.count - start, p.sizes.pass_rows)
     return (active + BLOCK - 1) // BLOCK
 
 
 def _columns(p: Program, block: jax.Array) -> Ref:
     """Eight columns of this group's half of ``products``: right sides, or outputs of R0 alone."""
-    return p.s.products.at[:, pl.ds(SEGMENT * p.half + BLOCK * block, BLOCK)]
+    return p.s.products.at[:, _place(p, block)]
 
 
 def _line(p: Program, row: jax.Array, block: jax.Array) -> jax.Array:
     """How row ``row``'s pseudo-value enters the eight columns of a block."""
-    columns = pl.ds(SEGMENT * p.half + BLOCK * block, BLOCK)
-    return load(p.s.coupling.at[row, columns], PER_ROW)
+    return load(p.s.coupling.at[row, _place(p, block)], PER_ROW)
+
+
+def _place(p: Program, block: jax.Array) -> Any:
+    """The columns of a block among equations and outputs: 32 and 32 for each segment of a pass."""
+    if p.sizes.span > 1:
+        within = SEGMENT // BLOCK
+        block = block + block // within * within
+    return pl.ds(SEGMENT * p.half + BLOCK * block, BLOCK)
 
 
 def _outer(u: jax.Array, line: jax.Array) -> jax.Array:

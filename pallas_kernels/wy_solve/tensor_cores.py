@@ -41,7 +41,7 @@ def fetch_state(p: Program, window: int | jax.Array) -> None:
 
 
 def products(p: Program, committed: bool) -> jax.Array:
-    """[64, 64]: R0 k_i, then R0 q_i of this warpgroup's rows of R0, which are read once.
+    """[64, 64]: R0 k_i, then R0 q_i of this warpgroup's rows of R0 and its segment of the pass.
 
     ``committed``: the whole state has arrived, and a path was committed into it.
     """
@@ -73,7 +73,8 @@ def products(p: Program, committed: bool) -> jax.Array:
 
 def scaled(p: Program, total: jax.Array) -> jax.Array:
     """The products of R0 times -beta_i exp(G_i) in a key's column, exp(G_i) in a query's."""
-    minus_beta, grown = (load(p.s.lines.at[p.half, line], COLS) for line in (1, 2))
+    lines = p.s.lines.at[p.half, p.part]
+    minus_beta, grown = (load(lines.at[line], COLS) for line in (1, 2))
     is_key = plgpu.broadcasted_iota(jnp.int32, SQUARE, 1, layout=WG) < SEGMENT
     factor = along_columns(grown, SQUARE)
     return total * jnp.where(is_key, along_columns(minus_beta, SQUARE) * factor, factor)
@@ -82,5 +83,5 @@ def scaled(p: Program, total: jax.Array) -> jax.Array:
 def _chunk_products(p: Program, window: int | jax.Array, chunk: jax.Array) -> jax.Array:
     slot = p.s.state.at[p.rows, p.columns(chunk)]
     terms = (slot,) if p.sizes.tf32 else split_bf16(load(slot, WG), 3)
-    keys = p.s.kq.at[:, :, p.columns(p.sizes.window * window + chunk)]
+    keys = p.s.kq.at[:, p.keys_and_queries(p.part), p.columns(p.sizes.window * window + chunk)]
     return accumulate(p, SQUARE, [(terms[i], keys.at[j].T) for i, j in p.sizes.state_pairs])
