@@ -46,6 +46,8 @@ CASES = {
     "hydra27": ([random_trees.HYDRA27], 32, (1, 1), (32, 64), "bfloat16"),
     "chain-17": ([random_trees.chain(17), [], [-1]], 24, (1, 2), (24, 40), "float32"),
     "wide-key": ([random_trees.random_parents(RNG, 20)], 24, (1, 1), (160, 64), "bfloat16"),
+    "two-segments": ([random_trees.chain(37), [-1], []], 40, (1, 1), (32, 64), "float32"),
+    "two-segments-64": ([random_trees.random_parents(RNG, 61)], 64, (1, 1), (64, 64), "bfloat16"),
 }
 
 
@@ -154,14 +156,14 @@ def test_a_long_path_is_committed_in_blocks(rows, dtype):
 
 
 @pytest.mark.parametrize("implementation", ["interpret", "xla"])
-@pytest.mark.parametrize("rows", [24, 70])
+@pytest.mark.parametrize("rows", [24, 40, 70])
 def test_a_path_may_be_committed_without_being_written(rows, implementation):
     check_unwritten_commit(rows, (1, 1), (32, 64), "bfloat16", implementation)
 
 
-def abstract_sizes(dtype, key_dim, path):
+def abstract_sizes(dtype, key_dim, path, nodes=32):
     of = jax.ShapeDtypeStruct
-    key, value = (of((1, 32, heads, key_dim), jnp.dtype(dtype)) for heads in (1, 2))
+    key, value = (of((1, nodes, heads, key_dim), jnp.dtype(dtype)) for heads in (1, 2))
     gate = of((1, 1, path, 2), jnp.float32)
     previous = None
     if path:
@@ -179,6 +181,16 @@ def test_the_first_form_of_program_that_fits_is_taken():
     assert long - smem_bytes(abstract_sizes("bfloat16", 128, 16)) < 10_000  # its decays alone
     assert abstract_sizes("bfloat16", 256, 0).window == 4
     assert abstract_sizes("float32", 256, 0).window < 4
+
+
+def test_two_segments_are_one_pass_where_both_fit():
+    """The state of one head and 64 bfloat16 rows do, also after a path; float32 rows do not."""
+    for path in (0, 16):
+        assert [abstract_sizes("bfloat16", 128, path, n).passes for n in (32, 40, 64, 72)] == [
+            1, 1, 1, 3
+        ]  # fmt: skip
+    assert abstract_sizes("float32", 128, 0, 40).passes == 2
+    assert abstract_sizes("bfloat16", 256, 0, 40).passes == 2
 
 
 def test_a_path_that_no_copy_can_move_is_refused():
