@@ -125,7 +125,7 @@ class Envelope:
         if made_for < long_tokens:
             raise ValueError(
                 f"the envelope has bounds for a long run of {made_for:,} tokens, expected "
-                f"{long_tokens:,}: calibrate again in the full profile, or audit without a long run"
+                f"{long_tokens:,}: calibrate again with one, or audit without one (quick)"
             )
         for bounds in (self.bounds, self.long) if long_tokens else (self.bounds,):
             lacking = [name for name in (*SURFACES, "margin") if name not in bounds]
