@@ -18,7 +18,7 @@ from treejax.drafters.head_cache import (
     prime_head,
     rest_head,
 )
-from treejax.drafters.pace import Ledger
+from treejax.drafters.pace import Ledger, Plan
 from treejax.drafters.store import ResponseStore
 from treejax.engine import complete
 from treejax.sampling import Sampling
@@ -37,9 +37,9 @@ class Order:
     def __init__(self, ledger, order):
         self.ledger, self.order, self.at = ledger, order, 0
 
-    def choose(self):
+    def choose(self, most, seconds):
         self.at += 1
-        return self.order[self.at % len(self.order)]
+        return Plan(self.order[self.at % len(self.order)], 1, self.at % 3 > 0)
 
     def record(self, form, seconds, accepted):
         self.ledger.record(form, seconds)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import byte_model
 import jax
@@ -9,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from compiling import compilations
 from kernel_cases import lower_for_h200
 
 from treejax import loop, parameters
 from treejax.drafters import MTP, Budget
-from treejax.drafters.pace import Ledger
+from treejax.drafters.pace import RECENT, Ledger, Plan
 from treejax.engine import complete
 from treejax.model import Model, prompt_blocks
 from treejax.policies import make_policy
@@ -36,9 +38,10 @@ def plain():
 
 @dataclasses.dataclass(frozen=True)
 class Switching(Budget):
-    """A budget that runs forms in an order of its own, and remembers what it was told."""
+    """A budget that runs plans of its own, and remembers what it was asked and told."""
 
-    order: tuple[int, ...] = ()
+    plans: tuple[Plan, ...] = ()
+    asked: list = dataclasses.field(default_factory=list, compare=False)
     told: list = dataclasses.field(default_factory=list, compare=False)
 
     def pace(self, sampling):
@@ -47,32 +50,58 @@ class Switching(Budget):
 
 class Order:
     def __init__(self, drafter):
-        self.drafter, self.turns = drafter, iter(drafter.order)
+        self.drafter, self.turns = drafter, iter(drafter.plans)
 
-    def choose(self):
-        return next(self.turns, 0)
+    def choose(self, most, seconds):
+        self.drafter.asked.append((most, seconds, len(self.drafter.told)))
+        return next(self.turns, Plan(0, 1, False))
 
     def record(self, form, seconds, accepted):
-        self.drafter.told.append((form, seconds, accepted))
+        self.drafter.told.append((form, seconds, list(accepted)))
 
 
-def test_a_drafter_of_several_forms_is_told_of_every_step():
-    """A form that did not run last is tried for one step; then as many as asked for."""
+def test_a_drafter_of_several_forms_says_how_long_each_runs_and_learns_of_every_step():
+    """In visits of one program; the next is asked for at once, but after a plan that waits."""
     model, expected = byte_model.model(), plain()
-    drafter = Switching((MTP("chain1"),), order=(1, 1, 0, 1, 1, 1))
-    how = {"max_tokens": len(expected), "policy": "wy"}
-    made = complete(model, PROMPT, drafter=drafter, steps_per_visit=3, **how)
+    plans = (
+        Plan(1, 3, True),
+        Plan(0, 4, True),
+        Plan(1, 1, False),
+        Plan(1, 2, True),
+        Plan(0, 32, True),
+    )
+    how = {"max_tokens": len(expected), "policy": "wy", "steps_per_visit": 5}
+    drafter = Switching((MTP("chain1"),), plans=plans)
+    made = complete(model, PROMPT, drafter=drafter, **how)
     assert made.tokens == expected
-    forms = [form for form, *_ in drafter.told]
-    assert forms[:13] == [1] * 4 + [0] + [1] * 7 + [0]
-    assert len(forms) >= made.stats.steps - 2  # steps whose trees were cut short tell nothing
-    seconds = [time for _, time, _ in drafter.told]
-    assert seconds[1] == seconds[2] == seconds[3] and len({*seconds[:2], seconds[4]}) == 3
-    accepted = sum(count for *_, count in drafter.told)
-    assert accepted <= made.stats.num_accepted_tokens <= accepted + 2
-    quiet = Switching((MTP("chain1"),), order=(0, 1) * 20, ledger=Ledger((0, 1)))
-    made = complete(model, PROMPT, drafter=quiet, **how)
-    assert made.tokens == expected and made.stats.steps_per_visit == 1  # "auto" is 1 for these
+    assert [(form, len(steps)) for form, _, steps in drafter.told[:4]] == [
+        *((1, 3), (0, 4), (1, 1), (1, 2))
+    ]
+    assert [known for *_, known in drafter.asked[:6]] == [0, 0, 1, 3, 3, 4]
+    assert {asked[:2] for asked in drafter.asked} == {(5, math.inf)}
+    accepted = sum(sum(steps) for *_, steps in drafter.told)
+    assert accepted == made.stats.num_accepted_tokens
+    assert made.stats.num_drafts == made.stats.num_draft_tokens == 6
+    assert made.stats.steps == sum(len(steps) for *_, steps in drafter.told)
+    assert made.stats.visits == len(drafter.told)
+    quiet = Switching((MTP("chain1"),), plans=plans, ledger=Ledger((0, 1)))
+    how = {"max_tokens": len(expected), "policy": "wy", "drafter": quiet}
+    assert complete(model, PROMPT, stop=("never comes",), **how).tokens == expected
+    assert {asked[:2] for asked in quiet.asked} == {(1, loop.VISIT_SECONDS)}  # by "auto"
+
+
+def test_a_budget_rests_in_visits_as_long_as_plain_decodings(monkeypatch):
+    """Many steps a visit, of each form one program, whatever the numbers of steps."""
+    monkeypatch.setattr(loop, "VISIT_SECONDS", 1e9)
+    model, drafter = byte_model.model(), Budget((MTP("chain1"),))
+    how = {"max_tokens": 34, "policy": "wy", "drafter": drafter}
+    assert complete(model, PROMPT, **how).tokens == plain()
+    for _ in range(RECENT):
+        drafter.ledger.record(1, 1e6)  # a draft that is not worth a trial
+    with compilations() as compiled:
+        made = complete(model, PROMPT, **how)
+    assert made.tokens == plain() and not compiled
+    assert (made.stats.steps, made.stats.visits, made.stats.num_drafts) == (33, 2, 0)
 
 
 @pytest.mark.parametrize(("seconds", "most", "visits"), [(1e9, MOST_STEPS, 3), (0.0, 1, 33)])

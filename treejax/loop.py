@@ -3,8 +3,8 @@
 ``steps.together`` is those four as one step, and ``steps.many`` makes as many of them on the device
 as the host asks for at a visit, with exact budgets and end tokens. The host does what needs a host:
 text, and stop strings in it. The next visit is asked for before the last one is fetched, unless the
-drafter chooses its form by how that went. Plain decoding is the same step with a drafter that
-proposes nothing.
+drafter tries a form of which it wants to know how that went. Plain decoding is the same step with a
+drafter that proposes nothing.
 
 No drafter needs the host between steps: what a drafter knows of the sequences is ``memory`` on the
 device, the text that ``suffix`` looks up included. The host hands it finished responses, ``learn``,
@@ -12,6 +12,7 @@ when all requests are served.
 """
 
 import logging
+import math
 import operator
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -82,9 +83,9 @@ def run(
     None takes as few steps of ``CACHE_ROWS`` as these requests need. ``steps_per_visit`` is how
     many steps the device makes between two visits of the host, 1 to ``MOST_STEPS``: the stream is
     the same, and the pieces of a visit come one after the other. "auto" is as many as fit into
-    ``VISIT_SECONDS`` by the last visit's time; with stop strings, after which steps are made for
-    nothing, and for a drafter of several forms, which chooses one step by step, it is 1, and so it
-    is on a GPU for a large model, whose steps follow each other without a gap.
+    ``VISIT_SECONDS`` by the last visit's time; a drafter of several forms holds the one that it
+    chose for no more than that. With stop strings, after which steps are made for nothing, it is 1,
+    and so it is on a GPU for a large model, whose steps follow each other without a gap.
 
     Raises:
       ValueError: one line: a setting, or a ``max_length`` that is too small.
@@ -218,37 +219,36 @@ def _decode(
 ) -> Generator[list[Piece]]:
     """Visits until every request has ended: a list of pieces a step.
 
-    A drafter of one form is asked for two visits, so that one runs while the other is looked at. Of
-    several forms the next is chosen by how the last steps went; one that did not run last runs for
-    one step first, so that a trial costs no more than a step.
+    The drafter's pace says which form a visit runs, and of how many steps it is. While one runs,
+    the next is asked for, unless how it goes decides on the next.
     """
     pace, depths = drafter.pace(settings), [form.max_depth for form in drafter.forms]
-    alone, last, most = len(depths) == 1, None, steps_per_visit or 1
-    grows = steps_per_visit is None and alone and not any(r.watched for r in requests)
+    most, seconds, plan = steps_per_visit or MOST_STEPS, math.inf, None
+    if steps_per_visit is None:
+        seconds = VISIT_SECONDS
+        most = 1 if any(r.watched for r in requests) else most
     while not all(request.finished for request in requests):
-        while visits.under_way < (2 if alone else 1):
-            form = pace.choose()
-            count = most if alone or form == last else 1
-            visits.ask(form, count, [request.finished for request in requests])
-            last = form
+        while not visits.under_way or (plan is not None and plan.ahead and visits.under_way < 2):
+            plan = pace.choose(most, seconds)
+            visits.ask(plan.form, plan.count, [request.finished for request in requests])
         visit = visits.fetch()
         if not visit.made:
             raise RuntimeError("no step was made for requests that have not ended: this is a bug")
         for request in requests:
             if not request.finished:
                 request.stats.count_visit(visit.made, visit.seconds, visit.wait, visit.idle)
+        accepted = []
         for step in range(visit.made):
             over = all(request.finished for request in requests)
             limits = np.array([request.depth_limit for request in requests])
             part = limits >= 0
             if not over and limits[part].min() >= depths[visit.form]:  # cut short it tells nothing
-                accepted = float((visit.emission.count[step] - 1)[part].mean())
-                pace.record(visit.form, visit.seconds / visit.made, accepted)
+                accepted.append(float((visit.emission.count[step] - 1)[part].mean()))
             pieces = [r.follow(visit.emission, step, row) for row, r in enumerate(requests)]
             if not over:
                 yield pieces
-        if grows:
-            most = int(np.clip(VISIT_SECONDS * visit.made / visit.seconds, 1, MOST_STEPS))
+        if accepted:
+            pace.record(visit.form, visit.seconds / visit.made, accepted)
     while visits.under_way:  # nothing but what a stop string wasted
         visit = visits.fetch()
         for step in range(visit.made):

@@ -2,7 +2,8 @@
 
 Several drafters of growing size share one memory and one model; the loop compiles a step for each
 and runs the one from which measured costs and measured acceptance promise most tokens a second
-(``pace``). Without a draft a step is plain decoding, at its price.
+(``pace``), for as many steps as teach nothing that would change it. Without a draft a step is plain
+decoding, at its price.
 """
 
 import dataclasses
@@ -42,6 +43,8 @@ class Budget:
     patience: int = 100
     # None until __post_init__, which knows the depths that a ledger is made for.
     ledger: Ledger = dataclasses.field(default=None, compare=False)  # type: ignore[assignment]
+    # What ``init`` found in order: to trace every size's proposals takes longer than a short text.
+    _checked: set = dataclasses.field(default_factory=set, compare=False, repr=False, init=False)
 
     name: ClassVar[str] = "budget"
 
@@ -115,18 +118,25 @@ class Budget:
           ValueError: a size cannot serve the model, or keeps another memory; the ledger holds
             figures of another model, device or size of batch.
         """
-        self.ledger.serve((model.config, str(model.dtype), _device(model), batch))
+        serves = model.config, str(model.dtype), _device(model), batch
+        self.ledger.serve(serves)
         made = self._deepest.init(model, batch, max_length)
+        if (serves, max_length) not in self._checked:
+            self._check(made, model, batch, max_length)
+            self._checked.add((serves, max_length))
+        return made
+
+    def _check(self, made: Draft, model: Any, batch: int, max_length: int) -> None:
+        """Refuse sizes that cannot go on from one another's memory."""
+        known = jax.tree.structure((made.memory, made.weights))
         for size in self.sizes:
             other = jax.eval_shape(lambda size=size: size.init(model, batch, max_length))
-            known = jax.tree.structure((made.memory, made.weights))
             alike = jax.tree.structure((other.memory, other.weights)) == known
             if not alike or not _keeps(size, made, batch):
                 raise ValueError(
                     f"drafter 'budget': {size.name!r} with {size.shape.name} cannot go on from the "
                     f"memory of {self._deepest.shape.name}, expected sizes that keep the same"
                 )
-        return made
 
     def prime(self, draft: Draft, hidden: Array, tokens: Array, lengths: Array) -> Draft:
         return self._deepest.prime(draft, hidden, tokens, lengths)

@@ -2,24 +2,29 @@
 
 A ``Ledger`` keeps measured figures of each form (a size of tree, or no tree at all) for as long as
 its owner likes; a ``Pace`` serves one run of the loop with it. Both live on the host: the loop asks
-before each step which of its compiled programs to run, and says afterwards how it went.
+before each visit which of its compiled programs to run and for how many steps, and says afterwards
+how they went.
 """
 
 import math
 import operator
 import statistics
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 from treejax.drafters.strength import BONUS_DOUBT, LEVEL, Text, curve
 
 RECENT = 33
-"""Steps whose times are kept, by form; their median is the cost."""
+"""Visits whose times are kept, by form; the median of their seconds a step is the cost."""
 
-_TRIALS = 2  # steps of a form before its median time is believed: a first run is slow
+_TRIALS = 2  # visits of a form before its median time is believed: a first run is slow
 _BREADTH = 0.6  # power of the candidates a level by which a tree is thought better than a chain
-_CREDIT = 2.0  # plain steps' time that a run may risk at once
+_CREDIT = 1.0  # plain steps' time that a run may risk at once
+_TIRING = 24  # trials in vain, while resting is best, that halve what later ones may lose
 _JITTER = 0.1  # of a step's time
+_HOLD = 0.1  # of the drafts that speak for a form: so many more are made before it is asked again
+_FOREVER = 10**6  # steps: more than any visit makes
 _LEARN = 0.03  # how far a draft moves the level that the next text of its kind begins with
 _MOST_KINDS = 64  # kinds of texts whose level is kept
 
@@ -76,13 +81,13 @@ class Ledger:
         self._serves = what
 
     def record(self, form: int, seconds: float) -> None:
-        """The time of one step."""
+        """The time of a step, as one visit shows it."""
         mine = self._forms[form]
         mine.seconds.append(seconds)
         mine.cost = statistics.median_low(mine.seconds)
 
     def steps(self, form: int) -> int:
-        """How many recent steps the form's cost is known from."""
+        """How many recent visits the form's cost is known from."""
         return len(self._forms[form].seconds)
 
     def tried(self, form: int) -> bool:
@@ -133,15 +138,41 @@ class Ledger:
         ]
 
 
+class Plan(NamedTuple):
+    """What the loop asks the device for next.
+
+    Attributes:
+      form: which of the programs.
+      count: steps.
+      ahead: whether another visit may be asked for before this one is fetched.
+    """
+
+    form: int
+    count: int
+    ahead: bool
+
+
+def fitting(most: int, seconds: float, step: float) -> int:
+    """Steps that fit a visit of so many seconds if each takes ``step``: 1 to ``most``, and 1 where
+    that is unknown (nan) and seconds count."""
+    if math.isinf(seconds):
+        return most
+    return 1 if math.isnan(step) else int(min(max(seconds / max(step, 1e-9), 1), most))
+
+
 class Pace:
-    """Chooses the form of each step of one run.
+    """Chooses the form of each visit of one run, and how long it holds.
 
     The form from which most tokens a second are expected is taken: none at all where drafting does
     not pay (reference, part B: maximise E(N) / t(N)). Another one that would be better if its
     strength were a standard deviation higher is tried when what that is expected to lose is no
-    more than its part of an allowance: the time of two plain steps, and of every second served one
+    more than its part of an allowance: the time of a plain step, and of every second served one
     ``patience``-th, evenly among such forms. So trials cost little where they are dear and come
-    often where they are cheap, and a text that changes is noticed while nothing is drafted.
+    often where they are cheap, and a text that changes is noticed while nothing is drafted. While
+    resting stays best, trials become rarer.
+
+    A trial is one step. What is best holds until the next trial can be paid; a size no longer than
+    what it was seen to do speaks for, as every draft tells something, where rests tell nothing.
 
     Args:
       patience: seconds served for each that trials may lose.
@@ -157,52 +188,75 @@ class Pace:
         )
         self._earned, self._started = 0.0, False
         self._allowed = [0.0] * len(ledger)
+        self._best, self._fruitless = 0, 0
 
-    def choose(self) -> int:
-        """The form to run next."""
+    def choose(self, most: int, seconds: float) -> Plan:
+        """What to run next: at most so many steps, and what fits so many seconds; one step in any
+        case."""
         ledger = self._ledger
         if not ledger.tried(0):
-            return 0
+            return Plan(0, 1, True)
         if not self._started:
             self._started, self._earned = True, _CREDIT * ledger.seconds(0)
         rates, hopes = [1 / ledger.seconds(0)], [0.0]
         least = ledger.seconds(0)  # that a form costs which has no trials: larger trees cost more
         for form in range(1, len(ledger)):
-            seconds, tried = ledger.seconds(form), ledger.tried(form)
-            cheapest = seconds / (1 + _JITTER / math.sqrt(ledger.steps(form))) if tried else least
-            rates.append(self.expected(form) / seconds if ledger.steps(form) else 0.0)
+            costs, tried = ledger.seconds(form), ledger.tried(form)
+            cheapest = costs / (1 + _JITTER / math.sqrt(ledger.steps(form))) if tried else least
+            rates.append(self.expected(form) / costs if ledger.steps(form) else 0.0)
             hopes.append(self.expected(form, 1.0) / cheapest)
-            least = max(least, seconds)
+            least = max(least, costs)
             if not ledger.steps(form):
                 break  # forms are first tried in order, so that there is something to guess from
         # A form without its trials is run as a trial only.
         best = max((f for f in range(len(rates)) if ledger.tried(f)), key=rates.__getitem__)
-        return self._trial(best, rates[best], hopes)
+        if best != self._best:
+            self._best, self._fruitless = best, 0
+        form, count = self._trial(best, rates[best], hopes)
+        if form != best:
+            self._fruitless += not best
+            return Plan(form, 1, False)
+        if best:
+            count = min(count, int(_HOLD * self._text.drafts(best)))
+        count = min(max(count, 1), fitting(most, seconds, ledger.seconds(best)))
+        return Plan(best, count, True)
 
-    def _trial(self, best: int, rate: float, hopes: list[float]) -> int:
-        """A form that may be better and may be tried now, the most hopeful first; else the best."""
+    def _trial(self, best: int, rate: float, hopes: list[float]) -> tuple[int, int]:
+        """A form that may be better and may be tried now, the most hopeful first; else the best,
+        and after how many steps of it the first of the others may be."""
         hopeful = [form for form, hope in enumerate(hopes) if form != best and hope > rate]
         for form in hopeful:
             self._allowed[form] += self._earned / len(hopeful)
         if hopeful:
             self._earned = 0.0
+        missing = []
         for form in sorted(hopeful, key=hopes.__getitem__, reverse=True):
             lost = max(0.0, self._ledger.seconds(form) - self.expected(form) / rate)
             if lost <= self._allowed[form]:
                 self._allowed[form] -= lost
-                return form
-        return best
+                return form, 1
+            missing.append(lost - self._allowed[form])
+        if not missing:
+            return best, _FOREVER
+        part = self._ledger.seconds(best) * self._share() / len(hopeful)
+        return best, min(math.ceil(min(missing) / part), _FOREVER)
 
-    def record(self, form: int, seconds: float, accepted: float) -> None:
-        """How a step went: seconds, and accepted candidates a sequence that took part."""
+    def _share(self) -> float:
+        """Of the seconds served, what trials may lose."""
+        return 1 / (self._patience * (1 + self._fruitless / _TIRING))
+
+    def record(self, form: int, seconds: float, accepted: Sequence[float]) -> None:
+        """How the steps of a visit went: seconds a step, and by step the candidates accepted, a
+        sequence that took part."""
         self._ledger.record(form, seconds)
-        self._earned += seconds / self._patience
+        self._earned += seconds * len(accepted) * self._share()
         if not form:
-            self._text.rest()
+            self._text.rest(len(accepted))
             return
-        self._text.see(form, accepted)
-        self._ledger.learn_level(self._kind, self._text.level)
-        self._ledger.learn_bonus(form, *self._text.general(form))
+        for count in accepted:
+            self._text.see(form, count)
+            self._ledger.learn_level(self._kind, self._text.level)
+            self._ledger.learn_bonus(form, *self._text.general(form))
 
     def expected(self, form: int, deviations: float = 0.0) -> float:
         """Tokens that a step of the form is expected to emit a sequence, on the text at hand, or
@@ -213,10 +267,15 @@ class Pace:
 
 
 class Steady:
-    """The pace of a drafter that has one form."""
+    """The pace of a drafter that has one form: as many steps as fit, by the last visit's time."""
 
-    def choose(self) -> int:
-        return 0
+    def __init__(self) -> None:
+        self._step = float("nan")
 
-    def record(self, form: int, seconds: float, accepted: float) -> None:
-        pass
+    def choose(self, most: int, seconds: float) -> Plan:
+        """See ``Pace.choose``."""
+        return Plan(0, fitting(most, seconds, self._step), True)
+
+    def record(self, form: int, seconds: float, accepted: Sequence[float]) -> None:
+        """See ``Pace.record``."""
+        self._step = seconds

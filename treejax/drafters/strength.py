@@ -76,8 +76,12 @@ class Text:
         variance = 1 / all_known + (own / all_known) ** 2 * self._spread + _RESTING * self._rested
         return self.level + self._bonus[form] + deviations * math.sqrt(variance)
 
-    def rest(self) -> None:
-        self._rested += 1
+    def drafts(self, form: int) -> float:
+        """That speak for the form's strength on this text; older ones count for less."""
+        return self._steps[form]
+
+    def rest(self, steps: int = 1) -> None:
+        self._rested += steps
 
     def see(self, form: int, accepted: float) -> None:
         """Take in a draft; a text that surprises for long is a new one."""
