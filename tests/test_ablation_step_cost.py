@@ -172,6 +172,7 @@ def test_the_peer_says_why_it_did_not_run(tmp_path, monkeypatch):
         ({"arms": ["wy 2,1"], "lengths": [3, 4]}, "lengths hold 4, and no tree of their arms emit"),
         ({"arms": ["wy chain1"]}, "lengths hold 3, and no tree of their arms emits more than 2 to"),
         ({"arms": ["plain", "wy 2,1 mtp"], "lengths": [2]}, "lengths hold 2, and no tree"),
+        ({"arms": ["wy 2,1"], "lengths": [3]}, "every group has lengths of its own"),
     ],
 )
 def test_what_no_run_could_do_is_refused(change, said):

@@ -157,6 +157,11 @@ class StepCost:
             check_reached(group.lengths, group.arms, where)
         if "lengths" in table:
             rest = [arm for group in made.groups if not group.lengths for arm in group.arms]
+            if not rest:
+                raise ValueError(
+                    f"{where}: every group has lengths of its own, so that those of the file would "
+                    "do nothing: leave them out"
+                )
             check_reached(made.lengths, rest, where)
         return made
 
