@@ -99,9 +99,9 @@ def grid(known, tables=tuple(TABLES), sequences=1):
 @pytest.mark.parametrize(
     ("known", "sequences", "plain_mean", "plain_most", "mean", "nine_in_ten", "most"),
     [
-        (True, 1, 0.017, 0.025, 0.02, 0.046, 0.08),
-        (False, 1, 0.016, 0.03, 0.031, 0.055, 0.125),
-        (True, 4, 0.016, 0.022, 0.014, 0.028, 0.04),
+        (True, 1, 0.016, 0.025, 0.02, 0.037, 0.11),
+        (False, 1, 0.018, 0.028, 0.035, 0.06, 0.125),
+        (True, 4, 0.016, 0.026, 0.014, 0.024, 0.045),
     ],
 )
 def test_on_random_texts_it_stays_near_the_best_form_in_hindsight(
@@ -225,6 +225,14 @@ def test_rest_holds_as_long_as_a_visit_takes_and_a_trial_is_one_step():
     assert len(trials) >= 3 and counts[:2] == [1, 1] and counts.count(9) > 30
     assert pace.choose(4, math.inf) in [(0, 4, True), (1, 1, False)]
     assert pace.choose(1, 9.9).count == 1
+
+
+def test_a_plain_steps_time_that_was_taken_on_a_busy_device_is_taken_again():
+    """Were it not, drafts that do not pay would be made for ever."""
+    ledger = Ledger((0, 2))
+    for _ in range(4):
+        ledger.record(0, 9.0)
+    assert run(Pace(ledger, 100), 1600, [1.0, 2.0], lambda form: 0.3 * form)[-50:].count(0) >= 45
 
 
 def test_a_size_holds_the_longer_the_more_is_known_and_a_surprise_ends_it():

@@ -22,6 +22,8 @@ _TRIALS = 2  # visits of a form before its median time is believed: a first run 
 _BREADTH = 0.6  # power of the candidates a level by which a tree is thought better than a chain
 _CREDIT = 1.0  # plain steps' time that a run may risk at once
 _TIRING = 8  # trials in vain, while resting is best, that halve what later ones may lose
+_RESTS = 4  # visits of plain steps before anything is held against their time
+_RENEW = 32  # drafts, for each time known of a plain step, after which one more is taken
 _JITTER = 0.1  # of a step's time
 _HOLD = 0.1  # of the drafts that speak for a form: so many more are made before it is asked again
 _FOREVER = 10**6  # steps: more than any visit makes
@@ -188,14 +190,15 @@ class Pace:
         )
         self._earned, self._started = 0.0, False
         self._allowed = [0.0] * len(ledger)
-        self._best, self._fruitless = 0, 0
+        self._best, self._fruitless, self._drafts = 0, 0, 0
 
     def choose(self, most: int, seconds: float) -> Plan:
         """What to run next: at most so many steps, and what fits so many seconds; one step in any
         case."""
         ledger = self._ledger
-        if not ledger.tried(0):
-            return Plan(0, 1, True)
+        if ledger.steps(0) < _RESTS:  # the first, of which some are slow, are short
+            count = 1 if not ledger.tried(0) else ledger.steps(0)
+            return Plan(0, min(count, fitting(most, seconds, ledger.seconds(0))), True)
         if not self._started:
             self._started, self._earned = True, _CREDIT * ledger.seconds(0)
         rates, hopes = [1 / ledger.seconds(0)], [0.0]
@@ -212,6 +215,9 @@ class Pace:
         best = max((f for f in range(len(rates)) if ledger.tried(f)), key=rates.__getitem__)
         if best != self._best:
             self._best, self._fruitless = best, 0
+        if best and self._drafts >= _RENEW * ledger.steps(0):
+            self._drafts = 0  # were its time one of a busy device, rest would never be best again
+            return Plan(0, 1, True)
         form, count = self._trial(best, rates[best], hopes)
         if form != best:
             self._fruitless += not best
@@ -253,6 +259,7 @@ class Pace:
         if not form:
             self._text.rest(len(accepted))
             return
+        self._drafts += len(accepted)
         for count in accepted:
             self._text.see(form, count)
             self._ledger.learn_level(self._kind, self._text.level)
