@@ -127,9 +127,9 @@ def test_fc22_state_differences_are_caught_in_every_surface():
     }
     for name, wrong in faults.items():
         distances = compare_states(wrong, state)
-        assert [n for n, d in distances.items() if d > 1e-5] == [name], distances
+        assert [n for n, d in distances.items() if d > 3e-5] == [name], distances
         agreed = compare(twins(), PROMPT, plain()._replace(state=wrong), plain())
-        assert not agreed.ok and "NOT within 1e-05" in str(agreed)
+        assert not agreed.ok and "NOT within 3e-05" in str(agreed)
     junk = state.replace(keys=state.keys.at[:, :, last + 1 :].set(9.0))
     assert not any(compare_states(junk, state).values())
     with pytest.raises(ValueError, match="hold 63 and 64 tokens"):

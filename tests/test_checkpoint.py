@@ -12,6 +12,7 @@ from golden import PRESETS, checkpoint
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, models
 
+from treejax import audit
 from treejax import checkpoint as checkpoints
 from treejax.checkpoint import load_model, save_model
 from treejax.config import FULL, LINEAR
@@ -274,6 +275,14 @@ def test_names_of_shipped_models(monkeypatch, tmp_path):
     monkeypatch.setattr(checkpoints, "SHIPPED", {"pocket": checkpoint("qwen3_5")})
     assert load_model().config == load_model("pocket").config
     assert load_model(str(checkpoint("qwen3_next"))).config.family == "qwen3_next"
+
+
+@pytest.mark.parametrize("model", [5, b"python-11m", ["python-11m"]])
+def test_what_is_no_folder_or_name_is_refused_in_a_line(model):
+    with pytest.raises(ValueError, match=r"^model is .*, expected a folder, a name"):
+        load_model(model)
+    with pytest.raises(ValueError, match=r"^model is .*, expected a folder, a name"):
+        audit.run(model=model, quick=True)
 
 
 def test_generation_config_adds_end_tokens(edited):

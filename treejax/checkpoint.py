@@ -99,6 +99,10 @@ def load_model(
 def find_folder(path_or_name: str | Path | None) -> Path:
     """The folder that ``load_model`` reads for a path, a name of ``SHIPPED`` or None."""
     name = next(iter(SHIPPED)) if path_or_name is None else path_or_name
+    if not isinstance(name, (str, Path)):
+        raise ValueError(
+            f"model is {name!r:.80}, expected a folder, a name of one that ships, or None"
+        )
     folder = SHIPPED.get(name, Path(name)) if isinstance(name, str) else name
     if not folder.is_dir():
         shipped = ", ".join(SHIPPED)

@@ -52,7 +52,7 @@ def envelope(sizes: ModelSizes) -> tuple[float, float]:
     its way through the layers, for which, and because the worst of all nodes and sequences is held
     against it, a factor of 4 is allowed: together 2^-8 sqrt(64 L / 3), 0.14 at 64 layers. Seen were
     0.02 at 16 layers, and at 64 layers 0.08 for 6 nodes, 0.10 for 28 and 0.12 for 8 x 28. The bound
-    is never below that of ``agreement``, 0.05 and in float32 1e-5; its near tie of 0.25 nats grows
+    is never below that of ``agreement``, 0.05 and in float32 3e-5; its near tie of 0.25 nats grows
     alike.
     """
     agreed = STATE_TOLERANCE[sizes.dtype]
