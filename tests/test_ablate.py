@@ -110,11 +110,12 @@ def rows_in_whole(out):
     return [json.loads(line) for line in lines[1:-1]]
 
 
-def test_ctrl_c_leaves_a_folder_that_can_be_used(command, config, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_sigterm_leave_a_folder_that_can_be_used(command, config, tmp_path, number):
     out = tmp_path / "out"
     process = start(config, out)
     wait_for_rows(out, 2)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     shown, err = process.communicate(timeout=60)
     assert process.returncode == 130
     count = len(rows_in(out))

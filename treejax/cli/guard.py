@@ -1,14 +1,18 @@
 """Exit statuses and the one line that a user's mistake costs.
 
-0 done, 1 a check failed, 2 a mistake of the user, 130 interrupted. Commands write nothing of
+0 done, 1 a check failed, 2 a mistake of the user, 130 interrupted, by Ctrl-C or SIGTERM (a
+scheduler's or ``timeout``'s): both end a command alike, with what it has. Commands write nothing of
 Python's own to stderr: no traceback for a mistake, no warning with a source line.
 """
 
 import argparse
+import contextlib
 import os
+import signal
 import sys
+import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 MISTAKE, INTERRUPTED = 2, 130
@@ -39,7 +43,8 @@ def run_command(
     try:
         with warnings.catch_warnings():
             warnings.showwarning = show  # type: ignore[assignment]
-            status = command(arguments)
+            with _terminated_is_interrupted():
+                status = command(arguments)
         sys.stdout.flush()
         return status
     except BrokenPipeError:
@@ -52,6 +57,19 @@ def run_command(
             raise
         say(name, _one_line(error))
         return MISTAKE
+
+
+@contextlib.contextmanager
+def _terminated_is_interrupted() -> Iterator[None]:
+    """SIGTERM raises what Ctrl-C raises; only a main thread can say so."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
 
 
 def say(name: str, message: str) -> None:
