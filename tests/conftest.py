@@ -119,3 +119,15 @@ def _standard_promotion(request):
         return
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
+
+
+@pytest.fixture(params=["cpu", "accelerator"])
+def branch(request, monkeypatch):
+    """Which side of ``lax.platform_dependent`` runs, here on a CPU: its own, or the other one."""
+    if request.param == "cpu":
+        yield request.param
+        return
+    jax.clear_caches()  # of programs that took the other side
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, cpu, default: default(*args))
+    yield request.param
+    jax.clear_caches()

@@ -10,6 +10,7 @@ from sampling_cases import padded, stacked
 from sampling_oracle import SETTINGS, law, random_settings
 
 from treejax.history import after, along_paths, begin, extend
+from treejax.processing import threshold_by_digits, threshold_by_halves
 from treejax.sampling import Sampling, process, sample
 
 ROWS = 400
@@ -37,7 +38,7 @@ _process_rows = jax.jit(jax.vmap(process))
 
 @pytest.mark.parametrize("exact", [False, True], ids=["ties", "exact_k"])
 @pytest.mark.parametrize("vocabulary", [5, 17])
-def test_all_options_at_once_agree_with_float64(vocabulary, exact):
+def test_all_options_at_once_agree_with_float64(vocabulary, exact, branch):
     rows = random_rows(vocabulary, vocabulary, exact)
     z = weights_of(*rows)
     compared, ties = 0, 0
@@ -143,3 +144,35 @@ def test_fc15_a_token_of_bias_minus_100_is_never_drawn():
 
 def test_settings_left_out_are_those_of_the_oracle():
     assert set(SETTINGS) == set(Sampling.__dataclass_fields__)
+
+
+@pytest.mark.parametrize("size", [2, 7, 300])
+def test_both_searches_keep_the_same_values(size):
+    """Ties, infinities, both zeros, small and huge numbers; weights whose sums are exact."""
+    rng = np.random.default_rng(size)
+    values = np.round(rng.standard_normal((64, size)), 1) * 10.0 ** rng.integers(-30, 37, (64, 1))
+    values[rng.random(values.shape) < 0.1] = -np.inf
+    values[rng.random(values.shape) < 0.05] = -0.0
+    values[0], values[1, 0] = -np.inf, np.finfo(np.float32).max
+    weight = rng.integers(0, 5, values.shape).astype(np.float32)
+    values = jnp.asarray(values, jnp.float32)
+    for share in (0.0, 0.001, 0.3, 0.8, 1.0):
+        need = np.ceil(share * weight.sum(axis=1, keepdims=True))
+        halves, digits = (
+            jax.jit(lambda need, search=search: search(values, weight, need))(need)
+            for search in (threshold_by_halves, threshold_by_digits)
+        )
+        # A CPU reads numbers below 1.2e-38 as 0, so that the thresholds themselves may differ.
+        np.testing.assert_array_equal(values >= halves, values >= digits)
+        least, most = np.asarray(digits), np.asarray(values.max(axis=1, keepdims=True))
+        assert (np.where(values >= least, weight, 0).sum(axis=1, keepdims=True) >= need).all()
+        above = np.where(values > least, weight, 0).sum(axis=1, keepdims=True)
+        assert ((above < need) | (least == most)).all()
+
+
+def test_an_accelerator_searches_without_a_loop():
+    """Between the turns of a loop it waits for the host: 64 turns a token were most of a step."""
+    sampling = Sampling(temperature=0.7, top_k=3, top_p=0.9).prepared(9)
+    traced = jax.jit(lambda rows: process(rows, sampling)).trace(jnp.zeros((2, 9)))
+    on_gpu = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "stablehlo.while" not in on_gpu and "while" in traced.lower().as_text()

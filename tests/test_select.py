@@ -1,5 +1,7 @@
 """The match rule node by node, its field cases, and the interface of ``select``."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ from random_trees import children_first, permute, random_parents, random_tokens,
 from scipy import stats
 from toy_target import Target
 
+from treejax.history import begin
 from treejax.sampling import Sampling, draw, sample
 from treejax.steps.rules.match import follow, walk
 from treejax.steps.select import Choice, select
@@ -84,9 +87,13 @@ def test_a_gpu_waits_for_no_loop():
     """Each turn of a loop is a visit of the host there; a CPU saves the draws nobody needs."""
     tree = Tree.from_parents([5, 1, 2], [-1, 0, 1])
     logits = jnp.zeros((1, 3, 8))
-    program = jax.jit(select)
-    on_gpu = program.trace(tree, logits).lower(lowering_platforms=("cuda",)).as_text()
-    assert "stablehlo.while" not in on_gpu and "while" in program.lower(tree, logits).as_text()
+    warm = Sampling(temperature=0.7, top_k=3, top_p=0.9, presence_penalty=1.0)
+    seen = begin(jnp.zeros((1, 2), jnp.int32), jnp.array([2]), 8)
+    settings = [{}, {"sampling": warm, "key": jax.random.key(0), "position": 2, "history": seen}]
+    for setting in settings:
+        program = jax.jit(functools.partial(select, **setting)).trace(tree, logits)
+        on_gpu = program.lower(lowering_platforms=("cuda",)).as_text()
+        assert "stablehlo.while" not in on_gpu and "while" in program.lower().as_text()
 
 
 def test_rank_decides_between_equal_siblings_then_the_row():

@@ -113,7 +113,7 @@ def run(rng, batch, exact, twice=False):
 
 
 @pytest.mark.parametrize("exact, batch", [(False, 48), (True, 29)], ids=["ties", "exact_k"])
-def test_random_tree_steps_equal_plain_drawing_token_for_token(exact, batch):
+def test_random_tree_steps_equal_plain_drawing_token_for_token(exact, batch, branch):
     """5,000 steps a case: random settings, prompts, trees, packings, padding and budget cuts."""
     rng = np.random.default_rng(batch)
     steps = accepted = 0

@@ -1,16 +1,21 @@
 """Arithmetic on rows of logits: the stages of ``sampling.process``, each a function of arrays.
 
-Sets are found by bisection and never by sorting, so that ties are kept by value and the order of
-tokens never matters; where exactly k tokens are wanted, lower ids go first among equals.
+Sets are found by searching for the least value kept and never by sorting, so that ties are kept by
+value and the order of tokens never matters; where exactly k tokens are wanted, lower ids go first
+among equals.
 """
 
+import operator
+
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from treejax.history import History
 from treejax.shapes import Array, Bool, Float32, Int32, typed
 
-_SEARCH_ROUNDS = 32  # one a bit of a float32
+_BITS = 32  # of a float32
+_DIGIT = 4  # bits that a round on an accelerator finds
 
 
 @typed
@@ -107,9 +112,16 @@ def _threshold(
 ) -> Float32[Array, "*rows 1"]:
     """The largest t for which {values >= t} weighs ``need`` (at most the whole weight).
 
-    Bisection over the float32 numbers in their order, which ends on a value of the row. A float sum
+    A search over the float32 numbers in their order, which ends on a value of the row. A float sum
     in a fixed order is monotone in its terms, so the search is exact with respect to it.
     """
+    return lax.platform_dependent(
+        *(values, weight, need), cpu=threshold_by_halves, default=threshold_by_digits
+    )
+
+
+def threshold_by_halves(values: Array, weight: Array, need: Array) -> Array:
+    """A bit a round: fewest comparisons, for one core."""
     low = jnp.full((*values.shape[:-1], 1), _ordinal(jnp.float32(-jnp.inf)))
     high = _ordinal(values.max(axis=-1, keepdims=True)) + 1
 
@@ -121,8 +133,38 @@ def _threshold(
         reached = inside.sum(axis=-1, keepdims=True) >= need
         return jnp.where(reached, middle, low), jnp.where(reached, high, middle)
 
-    low, _ = lax.fori_loop(0, _SEARCH_ROUNDS, halve, (low, high))
+    low, _ = lax.fori_loop(0, _BITS, halve, (low, high))
     return _number(low)
+
+
+def threshold_by_digits(values: Array, weight: Array, need: Array) -> Array:
+    """A digit of several bits a round, and no loop: an accelerator compares a value that it has
+    read with many others in the time that it takes to read the next, and waits for a host between
+    the turns of a loop."""
+    places = _place_in_order(values)
+    found = jnp.zeros((*values.shape[:-1], 1), jnp.uint32)
+    for shift in range(_BITS - _DIGIT, -1, -_DIGIT):
+        digits = [found + jnp.uint32(digit << shift) for digit in range(1, 1 << _DIGIT)]
+        inside = [jnp.where(places >= digit, weight, 0.0) for digit in digits]
+        sums = lax.reduce(
+            inside,
+            [jnp.float32(0)] * len(inside),
+            lambda total, part: [*map(operator.add, total, part)],
+            [values.ndim - 1],
+        )
+        reached = sum((total[..., None] >= need).astype(jnp.uint32) for total in sums)
+        found = found + (reached << shift)
+    least, most = jnp.float32(-jnp.inf), values.max(axis=-1, keepdims=True)
+    found = jnp.clip(found, _place_in_order(least), _place_in_order(most))  # not a pattern of NaN
+    return _number(lax.bitcast_convert_type(found ^ _SIGN, jnp.int32))
+
+
+_SIGN = np.uint32(1 << (_BITS - 1))
+
+
+def _place_in_order(x: Array) -> Array:
+    """float32 -> uint32 such that integer order is the order of the numbers."""
+    return lax.bitcast_convert_type(_ordinal(x), jnp.uint32) ^ _SIGN
 
 
 def _ordinal(x: Array) -> Array:

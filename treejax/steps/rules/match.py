@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from treejax.history import History, after
+from treejax.history import History, after, along_paths
 from treejax.sampling import draw
 from treejax.shapes import Array
 from treejax.steps.choice import Choice
@@ -42,11 +42,11 @@ class Match(Rule):
 
         def together() -> Choice:
             rows = jnp.arange(tree.tokens.shape[0], dtype=jnp.int32)
-            depth = ancestors(tree.parent).sum(axis=1, dtype=jnp.int32) - 1
-            return follow(tree, jax.vmap(lambda row, d: draw_at(row, d, None))(rows, depth))
+            above = ancestors(tree.parent)
+            depth = above.sum(axis=1, dtype=jnp.int32) - 1
+            contexts = None if history is None else along_paths(history, tree.tokens, above)
+            return follow(tree, jax.vmap(draw_at)(rows, depth, contexts))
 
-        if history is not None:  # a context is as large as the vocabulary: only along one path
-            return in_turn()
         # A GPU draws at all rows while it would wait for the host to be told of the next one.
         return lax.platform_dependent(cpu=in_turn, default=together)
 
