@@ -18,7 +18,8 @@ from treejax.drafters.head_cache import (
     prime_head,
     rest_head,
 )
-from treejax.drafters.pace import Ledger, Plan
+from treejax.drafters.ledger import Ledger
+from treejax.drafters.pace import Plan
 from treejax.drafters.store import ResponseStore
 from treejax.engine import complete
 from treejax.sampling import Sampling
@@ -41,8 +42,8 @@ class Order:
         self.at += 1
         return Plan(self.order[self.at % len(self.order)], 1, self.at % 3 > 0)
 
-    def record(self, form, seconds, accepted):
-        self.ledger.record(form, seconds)
+    def record(self, form, steps, seconds, accepted):
+        self.ledger.record(form, steps, seconds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,10 +73,10 @@ def test_the_ledger_outlives_a_call_and_serves_no_other_batch():
     drafter = Budget(SIZES)
     drafter.init(tiny.model(), 2, 40)  # nothing was measured yet
     complete(tiny.model(), PROMPT, max_tokens=20, drafter=drafter, policy="wy")
-    before = drafter.ledger.steps(0)
+    before = drafter.ledger.visits(0)
     assert drafter.ledger.tried(0)
     complete(tiny.model(), PROMPT, max_tokens=20, drafter=drafter, policy="wy")
-    assert drafter.ledger.steps(0) >= before and len(drafter.ledger.table()) > 1
+    assert drafter.ledger.visits(0) >= before and len(drafter.ledger.table()) > 1
     assert dataclasses.replace(drafter, patience=3).ledger is drafter.ledger
     with pytest.raises(ValueError, match="another model, device or size of batch"):
         drafter.init(tiny.model(), 2, 40)

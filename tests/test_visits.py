@@ -15,7 +15,8 @@ from kernel_cases import lower_for_h200
 
 from treejax import loop, parameters
 from treejax.drafters import MTP, Budget
-from treejax.drafters.pace import RECENT, Ledger, Plan
+from treejax.drafters.ledger import RECENT, Ledger
+from treejax.drafters.pace import Plan
 from treejax.engine import complete
 from treejax.model import Model, prompt_blocks
 from treejax.policies import make_policy
@@ -56,8 +57,9 @@ class Order:
         self.drafter.asked.append((most, seconds, len(self.drafter.told)))
         return next(self.turns, Plan(0, 1, False))
 
-    def record(self, form, seconds, accepted):
-        self.drafter.told.append((form, seconds, list(accepted)))
+    def record(self, form, steps, seconds, accepted):
+        assert steps >= len(accepted) and seconds > 0
+        self.drafter.told.append((form, steps, list(accepted)))
 
 
 def test_a_drafter_of_several_forms_says_how_long_each_runs_and_learns_of_every_step():
@@ -97,7 +99,7 @@ def test_a_budget_rests_in_visits_as_long_as_plain_decodings(monkeypatch):
     how = {"max_tokens": 34, "policy": "wy", "drafter": drafter}
     assert complete(model, PROMPT, **how).tokens == plain()
     for _ in range(RECENT):
-        drafter.ledger.record(1, 1e6)  # a draft that is not worth a trial
+        drafter.ledger.record(1, 1, 1e6)  # a draft that is not worth a trial
     with compilations() as compiled:
         made = complete(model, PROMPT, **how)
     assert made.tokens == plain() and not compiled
@@ -149,6 +151,7 @@ def test_visits_tell_who_waited_for_whom(monkeypatch):
     assert clock.asked[1] == ("b", 1, 11, "rest", [False, False], 2, False)
     first = ahead.fetch()
     assert (first.form, first.made, first.seconds, first.wait, first.idle) == (0, 3, 2.5, 2.5, 0)
+    assert ahead.wants(True) and not ahead.wants(False)
     clock.now += 1.0  # 3.5: the second runs to 4, so the device does not wait
     ahead.ask(0, 3, [False, False])
     second = ahead.fetch()  # 4.5
@@ -161,7 +164,41 @@ def test_visits_tell_who_waited_for_whom(monkeypatch):
     clock.now += 3.0  # nothing is under way
     ahead.ask(0, 3, [False, False])
     fifth = ahead.fetch()
-    assert (fifth.seconds, fifth.wait, fifth.idle) == (2.5, 2.5, 3.0)
+    assert (fifth.seconds, fifth.busy, fifth.wait, fifth.idle) == (5.5, 2.5, 2.5, 3.0)
+
+
+def test_a_device_whose_loops_keep_the_host_has_one_visit_at_a_time(monkeypatch):
+    """Each is timed by itself, and the host's time in asking is spent waiting."""
+    clock = Clock(monkeypatch, 3)
+
+    def steps(*given):
+        made = clock.steps(*given)
+        clock.now += 1.5  # of its two seconds
+        return made
+
+    monkeypatch.setattr(visits, "steps", steps)
+    kept = visits.Visits([("a",)], 0, 10, ("rest",), blocking=True)
+    assert kept.wants(True)
+    kept.ask(0, 3, [False])
+    assert not kept.wants(True)
+    first = kept.fetch()
+    assert (first.seconds, first.busy, first.wait, first.idle) == (2.5, 2.5, 2.5, 0)
+    clock.now += 1.0  # the host's work, in which the device rests
+    kept.ask(0, 3, [False])
+    second = kept.fetch()
+    assert (second.seconds, second.busy, second.wait, second.idle) == (3.5, 2.5, 2.5, 1.0)
+
+
+def test_only_a_gpus_loops_keep_the_host_and_its_programs_are_rehearsed(monkeypatch):
+    assert not visits.keeps_host(True) and not visits.keeps_host(False)
+    assert visits.rehearsals(True) == 1 and visits.rehearsals(False) == 0
+
+    class Device:
+        platform = "gpu"
+
+    monkeypatch.setattr(visits.jax, "devices", lambda: [Device])
+    assert visits.keeps_host(True) and not visits.keeps_host(False)
+    assert visits.rehearsals(True) > 1 and visits.rehearsals(False) == 0
 
 
 @pytest.mark.parametrize("count", [0, 33, -1, 2.0, True, "many", None])

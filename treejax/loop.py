@@ -40,7 +40,7 @@ from treejax.steps.prompt import PROMPT_POLICY, Intake, adopt, first_token, vari
 from treejax.steps.rules import rule_for
 from treejax.steps.rules.base import Rule
 from treejax.steps.together import Carry
-from treejax.steps.visits import Visits, choose_loop
+from treejax.steps.visits import Visits, choose_loop, keeps_host, rehearsals
 
 _log = logging.getLogger(__name__)
 
@@ -186,10 +186,9 @@ def _serve(
     carry = Carry(adopt(state, policy), memory, pending, history)
     firsts, logprob = jax.device_get((pending, logprob))
     ready = time.perf_counter()
-    if warm_up:
-        for program in programs:
-            carry, nobody, _ = steps(*program, carry, nobody, *rest, *idly)
-        carry = jax.block_until_ready(carry)
+    for program in programs * rehearsals(warm_up):
+        carry, nobody, _ = steps(*program, carry, nobody, *rest, *idly)
+    carry = jax.block_until_ready(carry)
     warmed = time.perf_counter()
     scratch = sum(policy.buffers(config, drafter.capacity, len(requests)).values())
     durable = state_bytes(carry.state)
@@ -203,7 +202,7 @@ def _serve(
     yield pieces
 
     left = jnp.array([request.left for request in requests], jnp.int32)
-    visits = Visits(programs, carry, left, rest)
+    visits = Visits(programs, carry, left, rest, keeps_host(looped))
     yield from _decode(visits, requests, drafter, settings, most)
     for request in requests:
         drafter.learn(request.tokens)
@@ -228,7 +227,7 @@ def _decode(
         seconds = VISIT_SECONDS
         most = 1 if any(r.watched for r in requests) else most
     while not all(request.finished for request in requests):
-        while not visits.under_way or (plan is not None and plan.ahead and visits.under_way < 2):
+        while visits.wants(plan is not None and plan.ahead):
             plan = pace.choose(most, seconds)
             visits.ask(plan.form, plan.count, [request.finished for request in requests])
         visit = visits.fetch()
@@ -248,7 +247,7 @@ def _decode(
             if not over:
                 yield pieces
         if accepted:
-            pace.record(visit.form, visit.seconds / visit.made, accepted)
+            pace.record(visit.form, visit.made, visit.busy, accepted)
     while visits.under_way:  # nothing but what a stop string wasted
         visit = visits.fetch()
         for step in range(visit.made):

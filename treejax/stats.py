@@ -19,14 +19,14 @@ class Stats:
       accepted_per_pos: how many drafts had a candidate accepted at depth d + 1.
       tokens: tokens delivered. steps: verify calls.
       prefill_s, decode_s, compile_s: seconds; the first two leave compilation out. Decoding is
-        while a visit was under way.
+        from the first visit asked for to the last one fetched, the caller's time between pieces
+        included.
       steps_per_visit: the most steps that the device made between two visits of the host.
       visits: how often the host fetched what the steps had emitted, until the text had ended.
       wait_s: seconds of ``decode_s`` in which the host did nothing but wait for the device.
       idle_s: seconds in which the device may have had nothing to do, at most: from when the host
         fetched a visit until it asked for the next, its caller's time included, unless one was
-        still running. If one was asked for before the last was fetched, they are in ``decode_s``
-        too; otherwise (drafters that choose a form by how the last steps went) they are not.
+        still running.
       wasted_steps: verify calls that the device made after a stop string had ended the text and
         before the host had seen it; in none of the other counts.
       state_bytes, scratch_bytes: durable state, and the policy's buffers while it verifies.

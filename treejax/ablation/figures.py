@@ -40,8 +40,13 @@ def draw_ranges(
     axes.invert_yaxis()
     axes.set_xlabel(label)
     for place, value, span in zip(places, values, ranges, strict=True):
-        axes.text(span[1], place, f" {value:.3g}", va="center", fontsize=8)
+        axes.text(span[1], place, f" {readable(value)}", va="center", fontsize=8)
     axes.margins(x=0.12)
+
+
+def readable(value: float) -> str:
+    """Three digits, and large numbers whole."""
+    return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
 
 
 def save(figure: Any, out: Path, name: str) -> None:

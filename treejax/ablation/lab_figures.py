@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from treejax.ablation.figures import can_draw, make_panels, save
+from treejax.ablation.figures import can_draw, make_panels, readable, save
 
 Lines = Mapping[str, Sequence[tuple[float, float]]]
 """Points (x, y) by the name of their line."""
@@ -61,7 +61,7 @@ def draw_dots(path: Path, names: Sequence[str], panels: Mapping[str, Dots]) -> N
             if last:
                 for row, value, _, _ in there:
                     axis.annotate(
-                        f"{value:.3g}" if value < 1000 else f"{value:,.0f}",
+                        readable(value),
                         *((ends[row], row), (6, 0)),
                         textcoords="offset points",
                         va="center",

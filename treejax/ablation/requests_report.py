@@ -8,14 +8,14 @@ state can make text loop, and loops are easy to draft.
 
 import csv
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from treejax.ablation.base import GREEN, NEAR_TIE, NOT_RUN, RED, Row
-from treejax.ablation.figures import can_draw, draw_ranges, make_panels, save
+from treejax.ablation.figures import can_draw, draw_ranges, make_panels, readable, save
 from treejax.ablation.serving import PLAIN
 
 MIB = 2**20
@@ -129,16 +129,18 @@ def _cells(record: Row) -> list[str]:
     for name in ("steps", "proposed", "accepted", "tokens"):
         cells.append(_shown(record, name, ",d"))
     cells += [_shown(record, "first_accepted", ".2f"), _shown(record, "acceptance_length", ".2f")]
-    cells += [_ranged(record, "tokens_per_s", ".3g"), _ranged(record, "times_plain", ".2f")]
+    cells += [_ranged(record, "tokens_per_s", readable), _ranged(record, "times_plain", ".2f")]
     return [*cells, _shown(record, "scratch_mib", ",.1f")]
 
 
-def _shown(record: Row, name: str, form: str) -> str:
+def _shown(record: Row, name: str, form: str | Callable[[Any], str]) -> str:
     value = record.get(name)
-    return "-" if value is None else format(value, form)
+    if value is None:
+        return "-"
+    return format(value, form) if isinstance(form, str) else form(value)
 
 
-def _ranged(record: Row, name: str, form: str) -> str:
+def _ranged(record: Row, name: str, form: str | Callable[[Any], str]) -> str:
     if record.get(name) is None:
         return "-"
     low, high = (_shown(record, f"{name}_{end}", form) for end in ("min", "max"))

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from treejax.drafters.base import Draft, Drafter
+from treejax.drafters.ledger import Ledger
 from treejax.drafters.mtp import MTP
 from treejax.drafters.mtp_tree import MTPTree
-from treejax.drafters.pace import Ledger, Pace
+from treejax.drafters.pace import Pace
 from treejax.drafters.resting import Resting
 from treejax.drafters.topologies import Best, StaticTree
 from treejax.sampling import Sampling

@@ -3,7 +3,9 @@
 What links the forms is a strength. If each of a level's candidates is right with a chance p, and a
 form has the worth of c of them, the level passes with q = 1 - (1 - p)^c, so that log(-log(1 - q))
 is a sum: of the text's level, log(-log(1 - p)), and of the form's bonus, log(c). A chain that fades
-with depth has a c below 1, a tree one above. Both are learned, the bonus from text to text.
+with depth has a c below 1, a tree one above. Both are learned, the bonus from text to text; but for
+the first form's: where one form alone is run, level and bonus could not be told apart, and what
+belongs to the texts would be held for the form's.
 """
 
 import functools
@@ -11,9 +13,10 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-LEVEL, _LEVEL_DOUBT = -0.1, 1.0  # of a text of which nothing is known, and its variance
+LEVEL, _LEVEL_DOUBT = -0.1, 0.5  # of a text of which nothing is known, and its variance
 BONUS_DOUBT = 0.15  # variance of what is thought of a form before it runs
 _OWN = 0.06  # variance of a form's bonus from one text to the next
+_SURE = 1e-4  # the same of the first form, whose strength is the level
 _AGEING = 0.002  # what a text adds to the doubt about forms in general
 _KEEP = 0.995  # of what a text showed, after a draft
 _SURPRISE, _CHANGED = 0.1, 1.0  # weight of a step in the mean surprise, in standard deviations
@@ -64,6 +67,8 @@ class Text:
         self._usual = self.level = level
         self._prior = [bonus for bonus, _ in known]
         self._doubt = [min(doubt + _AGEING, BONUS_DOUBT) for _, doubt in known]
+        self._doubt[1] = 0.0
+        self._own = [_SURE if form == 1 else _OWN for form in range(len(known))]
         self._bonus = list(self._prior)
         self._accepted, self._steps = [0.0] * len(known), [0.0] * len(known)
         self._information = [0.0] * len(known)
@@ -71,7 +76,7 @@ class Text:
 
     def strength(self, form: int, deviations: float = 0.0) -> float:
         """Expected, or by so many standard deviations higher."""
-        own = 1 / (self._doubt[form] + _OWN)
+        own = 1 / (self._doubt[form] + self._own[form])
         all_known = own + self._information[form]
         variance = 1 / all_known + (own / all_known) ** 2 * self._spread + _RESTING * self._rested
         return self.level + self._bonus[form] + deviations * math.sqrt(variance)
@@ -118,7 +123,7 @@ class Text:
                 continue
             mean, slope, variance = curve(self.strength(form), self._depths[form])
             information = steps * slope * slope / variance
-            own = 1 / (self._doubt[form] + _OWN)
+            own = 1 / (self._doubt[form] + self._own[form])
             pull = (self._accepted[form] - steps * mean) * slope / variance
             rest = pull - (self._bonus[form] - self._prior[form]) * own
             score += pull - information / (information + own) * rest
@@ -134,7 +139,7 @@ class Text:
 
     def general(self, form: int) -> tuple[float, float]:
         """The form's bonus in any text and the doubt about it, given what this one showed."""
-        own, information = 1 / (self._doubt[form] + _OWN), self._information[form]
+        own, information = 1 / (self._doubt[form] + self._own[form]), self._information[form]
         all_known = own + information
         left = 1 / all_known + (information / all_known) ** 2 * self._spread
         share = self._doubt[form] * own

@@ -2,6 +2,8 @@
 
 All that the next visit starts from lies on the device, so it can be asked for before the last one
 was fetched: the device then goes on while the host decodes texts. Clocks tell who waited for whom.
+A GPU's loop asks the host before every turn, so that to ask for one is to wait until its last turn
+has begun: there is nothing to gain by asking ahead, and one visit at a time is under way.
 """
 
 import time
@@ -23,12 +25,13 @@ an H200 reads 4.2 TB/s, and 64 layers were handed over in 4.4 ms."""
 
 
 class _Asked(NamedTuple):
-    """A visit under way, and when it was asked for."""
+    """A visit under way, when it was asked for, and how long the host waited in asking."""
 
     visit: Visit
     form: int
     asked: float
     idle: float
+    waited: float
 
 
 class Fetched(NamedTuple):
@@ -38,8 +41,9 @@ class Fetched(NamedTuple):
       form: which of the programs ran.
       emission: of every step, as NumPy arrays with a leading axis; ``made`` rows of it are real.
       made: steps.
-      seconds: from when the visit was asked for, or the one before it was fetched if that was
-        later, until it was fetched itself.
+      seconds: from when the one before it was fetched, or the first asked for, until it was fetched
+        itself.
+      busy: of these, seconds since it was asked for.
       wait: of these, seconds that the host did nothing but wait.
       idle: seconds before the visit was asked for in which the device may have had nothing to do.
         Without another visit under way that is the time since the last one was fetched. With one,
@@ -50,6 +54,7 @@ class Fetched(NamedTuple):
     emission: Emission
     made: int
     seconds: float
+    busy: float
     wait: float
     idle: float
 
@@ -61,10 +66,18 @@ class Visits:
       programs: by form, what ``steps`` takes before the carry.
       carry, left: where decoding starts; both are donated.
       rest: what ``steps`` takes between ``left`` and ``ended``.
+      blocking: whether to ask is to wait; then no more than one is ever under way.
     """
 
-    def __init__(self, programs: Sequence[tuple], carry: Carry, left: Array, rest: tuple):
-        self._programs, self._rest = programs, rest
+    def __init__(
+        self,
+        programs: Sequence[tuple],
+        carry: Carry,
+        left: Array,
+        rest: tuple,
+        blocking: bool = False,
+    ):
+        self._programs, self._rest, self._blocking = programs, rest, blocking
         self.carry, self._left = carry, left
         self._asked: deque[_Asked] = deque()
         self._fetched: float | None = None
@@ -73,6 +86,10 @@ class Visits:
     def under_way(self) -> int:
         """Visits that were asked for and not fetched."""
         return len(self._asked)
+
+    def wants(self, ahead: bool) -> bool:
+        """Whether to ask for one now: if none is under way, or if another may be."""
+        return not self._asked or (ahead and not self._blocking and len(self._asked) < 2)
 
     def ask(self, form: int, count: int, ended: Sequence[bool]) -> None:
         """Ask for up to ``count`` steps of the sequences that go on; returns at once."""
@@ -83,17 +100,30 @@ class Visits:
             *(*self._programs[form], self.carry, self._left, *self._rest),
             *(np.array(ended), np.int32(count), np.bool_(False)),
         )
-        self._asked.append(_Asked(visit, form, asked, idle))
+        waited = time.perf_counter() - asked if self._blocking else 0.0
+        self._asked.append(_Asked(visit, form, asked, idle, waited))
 
     def fetch(self) -> Fetched:
         """Wait for the visit that was asked for first."""
-        visit, form, asked, idle = self._asked.popleft()
+        visit, form, asked, idle, waited = self._asked.popleft()
         waiting = time.perf_counter()
         emission, made = jax.device_get((visit.emission, visit.made))
         now = time.perf_counter()
-        begun = asked if self._fetched is None else max(asked, self._fetched)
+        since = asked if self._fetched is None else self._fetched
         self._fetched = now
-        return Fetched(form, emission, int(made), now - begun, now - waiting, idle)
+        busy, wait = now - max(asked, since), now - waiting + waited
+        return Fetched(form, emission, int(made), now - since, busy, wait, idle)
+
+
+def keeps_host(looped: bool) -> bool:
+    """Whether the default device keeps the host while a loop runs."""
+    return looped and jax.devices()[0].platform == "gpu"
+
+
+def rehearsals(warm_up: bool) -> int:
+    """How often programs are run without effect first: a GPU runs one kernel by kernel, records it
+    the second time, and only then runs what it recorded."""
+    return 0 if not warm_up else 3 if jax.devices()[0].platform == "gpu" else 1
 
 
 def choose_loop(model: Model, steps_per_visit: int | None) -> tuple[bool, int | None]:
