@@ -84,6 +84,9 @@ class Ledger:
       depths: of each form's trees, 0 first.
       rows: of each form's trees with their root, growing; None for chains. They tell how wide a
         tree is, and what a form costs of which no step was made.
+
+    Attributes:
+      beside: seconds that a visit surely takes beside its steps.
     """
 
     def __init__(self, depths: tuple[int, ...], rows: tuple[int, ...] | None = None):

@@ -55,9 +55,10 @@ class Pace:
     often where they are cheap, and a text that changes is noticed while nothing is drafted. While
     resting stays best, trials become rarer.
 
-    A trial is one step. What is best holds until the next trial can be paid; a size no longer than
-    what it was seen to do speaks for, as every draft tells something, where rests tell nothing, but
-    long enough that the steps of a visit outweigh what it takes beside them.
+    A trial is one step, or a whole visit if that can be paid: as many steps as outweigh what a
+    visit takes beside them. What is best holds until the next trial can be paid; a size for a whole
+    visit, and no longer than what it was seen to do speaks for, as every draft tells something,
+    where rests tell nothing.
 
     Args:
       patience: seconds served for each that trials may lose.
